@@ -143,6 +143,16 @@ def test_what_cannot_be_read_is_no_drafter(place: Path, monkeypatch: pytest.Monk
     assert [each.name for each in searched(place).found] == ["a/small"]
 
 
+def test_a_model_with_other_tokens_is_no_drafter(place: Path) -> None:
+    file = place / "small" / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    one, other = list(vocabulary)[500:502]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    file.write_text(json.dumps(tokens))
+    assert names(place) == []
+
+
 # what is left out
 
 
@@ -150,6 +160,7 @@ def test_a_model_that_lacks_a_tensor_is_left_out_with_one_line(place: Path) -> N
     weights = load_file(place / "small" / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, place / "small" / "model.safetensors")
+    assert len(searched(place).left_out) == 1, "known from the headers"
     ended = generated(place)
     assert ended.exit_code == 0
     line = f"left out {place / 'small'}: {place / 'small'} lacks 1 of its tensors (the first: norm.weight)"
@@ -188,7 +199,7 @@ def test_a_model_of_which_the_target_accepts_little_is_tried_once_and_does_not_d
     random_model(place / "random")
     first = generated(place)
     monkeypatch.setattr(trial, "tried", raising(AssertionError("it is tried again")))
-    monkeypatch.setattr(loading, "runners", raising(AssertionError("it is loaded")))
+    monkeypatch.setattr(loading, "with_found", raising(AssertionError("it is loaded")))
     second = generated(place)
     for ended in (first, second):
         assert ended.exit_code == 0

@@ -200,13 +200,13 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
         assert pair.generate("def f(", "eagle", max_new_tokens=8).token_ids == pair.generate("def f(", max_new_tokens=8).token_ids
         measured = {"adaptive": 10.0, "eagle": 20.0}
         monkeypatch.setattr(pair.measurements, "get", lambda kind, key, measure, read: measured)
-        assert choose_found(pair, "hi", console(stderr=True), quiet=False) == "eagle"
+        assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "eagle"
         measured["adaptive"] = 30.0
-        assert choose_found(pair, "hi", console(stderr=True), quiet=False) == "adaptive"
+        assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "adaptive"
     first, second = capsys.readouterr().err.splitlines()
     said = "(eagle 20, adaptive 10 tokens/s in a short trial); -d none drafts without it"
     assert first == f"found org/head: its sizes fit this model {said}"
-    assert second.startswith(f"found {place / 'small'}: the same tokenizer, 9% of the size (adaptive 30, ")
+    assert re.fullmatch(rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*", second)
 
 
 def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then_on(
@@ -223,7 +223,7 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
     monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
     monkeypatch.setattr(tuner, "measure_costs", lambda pair, kinds, *_: (dict.fromkeys(kinds, COSTS), {}))
     task = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd"])
-    with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair, ExitStack() as opened:
+    with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair, ExitStack() as opened:
         assert pair.draft is not None
         assert pair.draft.name == str(place / "random")
         found = tuner.tune(pair, task, Mock(), _others(pair, ("float32", None), opened)[1])
@@ -236,7 +236,7 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
     shown = CliRunner().invoke(app, ["generate", "-t", str(place / "big"), "-n", "4", "def f("]).stderr
     assert f"tuned, not confirmed: sd:k=3, drafted by {place / 'small'}" in shown
     monkeypatch.setattr(tuner, "DRAFTS", 0.0)
-    with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair, ExitStack() as opened:
+    with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair, ExitStack() as opened:
         late = tuner.tune(
             pair, replace(task, deadline=Deadline.after(4, count().__next__)), Mock(), [Mock(side_effect=AssertionError)]
         )

@@ -68,7 +68,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         text = "" if prompt is None else prompt.text()
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
-            name = choose_found(pair, text, err, quiet=quiet)
+            name = choose_found(pair, text, params, err, quiet=quiet)
         if tuned and models.finds and pair.draft is not None and methods.find(name).uses_draft_model:
             tuned += f", drafted by {pair.draft.name}"
         where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""

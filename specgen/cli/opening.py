@@ -192,7 +192,7 @@ def with_tuned_draft(
                 found, latest = each, path.stat().st_mtime
     if found is None:
         return pair
-    return with_found(pair, found, dtypes, process)
+    return with_found(pair, found, dtypes, process=process)
 
 
 def _with_profile(
@@ -233,13 +233,20 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
     return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
 
 
-def choose_found(pair: Pair, text: str, err: Console, *, quiet: bool) -> str:
-    """Returns the method that is the fastest in a short trial, with what was found to draft for the target; says so in a line."""
+def choose_found(pair: Pair, text: str, sampling: SamplingParams, err: Console, *, quiet: bool) -> str:
+    """Returns the method that is the fastest in a short trial, with what was found to draft for the target; says so in a line.
+
+    With a seed, sampled text depends on the method, and must not depend on times: then it is the one that is expected to be the
+    fastest, by sizes and by counts of tokens.
+    """
     from specgen.pair.finding import LEAST_GAIN, hint  # imports torch
 
     kinds = list(dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP))
     names, speeds = [methods.DEFAULT_METHOD, *kinds], {methods.DEFAULT_METHOD: 0.0}
-    if kinds:
+    if kinds and not sampling.greedy and sampling.seed is not None:
+        best = max((each for each in pair.found if each.kind != MTP), key=lambda each: each.speedup)
+        speeds = {methods.DEFAULT_METHOD if best.kind == DRAFT_MODEL else best.kind: 0.0}
+    elif kinds:
         with Progress(err, quiet=quiet) as line:
             speeds = _speeds(pair, text or "1.", names, line.announce)
     name = next(iter(speeds))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -25,7 +24,6 @@ from specgen.engine.model_loading import (
     LoadedModel,
     Loader,
     ModelSource,
-    PreparedModel,
     describe,
     load_model,
     prepare,
@@ -36,7 +34,7 @@ from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
 from specgen.pair import trial
-from specgen.pair.finding import LEAST_GAIN, Found, Search, search
+from specgen.pair.finding import LEAST_GAIN, Found, search
 from specgen.pair.pair import Pair, runners
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
@@ -163,14 +161,6 @@ def _load(
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
     target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
-    searched = None
-    models: list[Found] = []
-    if find:
-        announce(f"looking for what can draft for {target.name}")
-        searched = search(target)
-        models = [] if find == "heads" else _worth_loading(searched)
-        with suppress(SpecgenError):  # `_with_model` says why
-            drafts = [describe(found.folder, _source_of(found, target)) for found in models[:1]]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
     placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
     if placement is not None:
@@ -193,7 +183,7 @@ def _load(
             refusal = error
         chosen = choices[-1]
         draft = LoadedModel(as_chosen(drafts[0], chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
-    worker = _worker(process, draft, devices[0])
+    worker = None if find else _worker(process, draft, devices[0])
     load_target: Loader | None = None
     if machine.launch() is not None:
         if placement is not None:
@@ -204,61 +194,54 @@ def _load(
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     loaded.warning = choices[0].warning or loaded.warning
     pair = Pair(loaded, draft, worker)
-    if searched is not None:
-        heads = [each for each in searched.found if each.kind in HEADS]
-        pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
-        pair.searched = searched
-        if find != "unloaded":
-            pair = _with_model(pair, models, dtypes, announce, is_tried=find is True)
-    return pair
-
-
-def _worth_loading(searched: Search) -> list[Found]:
-    """Returns the models among what was found from which a gain is expected, the best first."""
-    models = [each for each in searched.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
-    return models[:MOST_TRIED]
-
-
-def _source_of(found: Found, target: PreparedModel) -> ModelSource:
-    return ModelSource(found.name, backend=target.source.backend)
+    if not find:
+        return pair
+    announce(f"looking for what can draft for {target.name}")
+    pair.searched = search(target)
+    heads = [each for each in pair.found if each.kind in HEADS]
+    pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
+    return _with_model(pair, find, dtypes, devices[1], process, announce)
 
 
 def _with_model(
     pair: Pair,
-    models: Sequence[Found],
+    find: bool | Finding,
     dtypes: tuple[str, str | None],
+    device: torch.device,
+    process: DraftProcess | None,
     announce: Callable[[str], None],
-    *,
-    is_tried: bool,
 ) -> Pair:
-    """Returns the pair with the first of the `models`, which were found for the target, that can be used; without a draft model
-    where none can. If `is_tried`, the target also has to accept enough of its tokens.
+    """Returns the pair with the first model that was found for the target, is expected to gain, and can be used.
 
-    What is learned about the models is stored. `dtypes` are as in `with_found`.
+    Without a draft model where there is none. `find` is as in `load`, the rest as in `with_found`. What is learned about the
+    models is remembered.
     """
-    for found in models:
-        announce(f"loading {found.name}")
+    models = [each for each in pair.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
+    for found in [] if find == "heads" else models[:MOST_TRIED]:
         learned = found
         try:
-            if pair.draft is None or pair.draft.folder != found.folder:
-                pair.close()
-                pair = with_found(pair, found, dtypes)
-            runners(pair)
-            if is_tried and found.is_assumed:
+            other = with_found(pair, found, dtypes, device, process)
+            if find != "unloaded":
+                announce(f"loading {found.name}")
+                runners(other)
+            if find is True and found.is_assumed:
                 announce(f"trying {found.name}")
-                learned = trial.tried(pair, found)
+                learned = trial.tried(other, found)
         except Exception as error:  # noqa: BLE001  the files are a stranger's, and libraries raise anything for them
             may_pass = isinstance(error, RunError) or not isinstance(error, SpecgenError)
             learned = replace(found, refusal=_reason(error), may_pass=may_pass)
 
         if learned != found:
             pair.learn(learned)
-        if learned.refusal is None and not (is_tried and learned.speedup < LEAST_GAIN):
-            return pair
-    if pair.draft is None:
-        return pair
-    pair.close()
-    return _with_draft(pair, None, None)
+        if learned.refusal is None and not (find is True and learned.speedup < LEAST_GAIN):
+            other.searched = pair.searched
+            return other
+        if process is not None:  # it may be loading this model
+            process.close()
+            process = None
+    if process is not None:
+        process.close()
+    return pair
 
 
 def _reason(error: Exception) -> str:
@@ -306,19 +289,28 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     return _with_draft(pair, rounded, process)
 
 
-def with_found(pair: Pair, found: Found, dtypes: tuple[str, str | None], process: DraftProcess | None = None) -> Pair:
+def with_found(
+    pair: Pair,
+    found: Found,
+    dtypes: tuple[str, str | None],
+    device: torch.device | None = None,
+    process: DraftProcess | None = None,
+) -> Pair:
     """Returns another pair of the same target and trained parts, with a draft model that was found for the target.
 
-    `dtypes` are the values of --dtype and --draft-dtype. See `with_draft_dtype`.
+    `dtypes` are the values of --dtype and --draft-dtype. `device` None: that of the pair's draft model, else the target's. See
+    `with_draft_dtype`.
     """
-    prepared = describe(found.folder, _source_of(found, pair.target.prepared))
-    device = pair.target.device if pair.draft is None else pair.draft.device
+    prepared = describe(found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend))
+    if device is None:
+        device = pair.target.device if pair.draft is None else pair.draft.device
     chosen = choose_draft_dtype(dtypes[1], dtypes[0], prepared, device)
+    check_room(prepared, device, chosen)
     draft = LoadedModel(as_chosen(prepared, chosen), device, chosen.dtype, warning=chosen.warning)
     return _with_draft(pair, draft, process)
 
 
-def _with_draft(pair: Pair, draft: LoadedModel | None, process: DraftProcess | None) -> Pair:
+def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
     other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
     other.parts = pair.parts
     other.searched = pair.searched
