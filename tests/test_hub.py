@@ -219,7 +219,8 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
     save(random, place / "random")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.folder("draft") / name, place / "random")
-    monkeypatch.setattr(tuner.Tuner, "choose", lambda *_: [Candidate("ar", {}, 1.0), Candidate("sd", {"k": 3}, 2.0)])
+    sd = Candidate("sd", {"k": 3}, 2.0, 2.0, 2.0, 1.5, 2.5)
+    monkeypatch.setattr(tuner.Tuner, "choose", lambda *_: [Candidate("ar", {}, 1.0), sd])
     monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
     monkeypatch.setattr(tuner, "measure_costs", lambda pair, kinds, *_: (dict.fromkeys(kinds, COSTS), {}))
     task = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd"])
@@ -234,12 +235,11 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
         key = profile_key_of(found.pair)
         save_profile(from_outcome(found, key), default_folder(key, GREEDY))
     shown = CliRunner().invoke(app, ["generate", "-t", str(place / "big"), "-n", "4", "def f("]).stderr
-    assert f"tuned, not confirmed: sd:k=3, drafted by {place / 'small'}" in shown
+    assert f"tuned: sd:k=3, drafted by {place / 'small'}" in shown
     monkeypatch.setattr(tuner, "DRAFTS", 0.0)
     with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair, ExitStack() as opened:
-        late = tuner.tune(
-            pair, replace(task, deadline=Deadline.after(4, count().__next__)), Mock(), [Mock(side_effect=AssertionError)]
-        )
+        again = replace(task, deadline=Deadline.after(400, count().__next__))
+        late = tuner.tune(pair, again, Mock(), [Mock(side_effect=AssertionError)])
         assert "time was short" in late.left_out["other drafts"]
 
 

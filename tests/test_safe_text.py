@@ -16,6 +16,7 @@ from cli_helpers import UNSAFE, run_main
 from comparisons import report_of, usual
 from rich.text import Text
 
+from specgen.base.text import significant
 from specgen.view import theme
 from specgen.view.comparison import page
 from specgen.view.comparison_columns import csv_text
@@ -108,3 +109,10 @@ def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell
     assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), "numbers stay numbers"
     csv_text(report.made, by_category=True).encode()
     assert not UNSAFE.search("\n".join(line.plain for line in page(report, 200)))
+
+
+def test_numbers_have_no_exponents() -> None:
+    shown = [significant(number) for number in (1180.4, 0.0042, 12.0, 1.5, 0.00001234, 123456.0, -2.345, 0.0, 999.9)]
+    assert shown == ["1,180", "0.0042", "12", "1.5", "0.0000123", "123,000", "-2.35", "0", "1,000"]
+    assert [significant(number, 2) for number in (123.0, 0.0014, 3.5)] == ["120", "0.0014", "3.5"]
+    assert significant(float("inf")) == "inf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ from specgen.tune.outcome import (
 )
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
 from specgen.tune.simulator import Simulator
-from specgen.tune.tuner import Tuner, best_lossy, outcome_of, tune
+from specgen.tune.tuner import Tuner, best_lossy, one_of_each, outcome_of, tune
+from specgen.view import theme
+from specgen.view.pair_report import show_tuning
 
 PLAIN = Candidate("ar", {}, 100.0, 100.0, 1.0)
 
@@ -127,32 +130,39 @@ def test_pearl_that_drafts_nothing_is_left_out(tmp_path: Path, shorter: str) -> 
 
 
 def test_tuning_chooses_what_it_measured(near: Pair) -> None:
+    """Plain decoding and the default are really run whatever the user named."""
     steps = Mock()
     found = tune(near, request(250, ["sd", "svip", "lookup"]), steps)
-    assert {each.name for each in found.methods} == {"ar", "sd", "svip", "lookup"}
+    assert {each.name for each in found.methods} == {"ar", "adaptive", "sd", "svip", "lookup"}
     assert plain_of(found.methods).measured is not None
+    assert found.default.measured is not None
     assert found.best.measured is not None
-    assert found.verdict != "unconfirmed"
-    assert "confirmation" not in found.left_out
-    assert found.chosen.name == (found.best.name if found.verdict == "pays" else "ar")
+    assert found.verdict != "no time"
+    assert found.chosen in (found.best, found.default, plain_of(found.methods))
+    assert found.chosen.measured is not None
     assert 0 < (found.acceptance_probability or 0) <= 1
-    parts = ("outputs of plain decoding", "a target pass takes", "the target accepts", "settings of", "shapes of", "really run")
-    assert len(finished(steps)) == len(parts)
-    assert all(part in step for part, step in zip(parts, finished(steps), strict=True))
+    said = [step for step in finished(steps) if "of trees, drafts and beams" not in step]  # these may all be far behind
+    parts = ("really run, tokens/s: ar", "a target pass takes", "the target accepts", "settings of", "really run, on")
+    assert len(said) == len(parts)
+    assert all(part in step for part, step in zip(parts, said, strict=True))
 
 
-def test_without_time_the_outcome_is_not_confirmed(near: Pair) -> None:
+def test_without_time_the_default_stays(near: Pair) -> None:
     steps = Mock()
-    found = tune(near, request(0, ["sd"]), steps)
-    assert any(step.startswith("1 setting of 1 method simulated") for step in finished(steps)), "plain decoding is not counted"
-    assert (found.best.measured, found.verdict) == (None, "unconfirmed")
-    assert "confirmation" in found.left_out
-    assert {each.name for each in found.methods} == {"ar", "sd"}
+    found = tune(near, request(0), steps)
+    assert finished(steps)[-1].endswith("no time for more")
+    assert (found.verdict, found.chosen, found.simulated) == ("no time", found.default, 0)
+    assert (found.default.name, found.speedup_of(found.chosen)) == ("adaptive", 1.0)
+    assert found.missing_seconds > 0
+    assert "time was short" in found.left_out["sd"]
+    assert [each.name for each in found.methods] == ["ar"]
 
 
 def test_when_sampling_each_prompt_has_a_seed_of_its_own(near: Pair) -> None:
-    task = replace(request(1000), prompts=[TEXTS[0]] * 2, sampling=replace(GREEDY, temperature=1.0))
-    first, second = Tuner(near, task, Mock()).record()
+    prompts = [replace(TEXTS[0], index=number) for number in range(2)]
+    task = replace(request(1000), prompts=prompts, sampling=replace(GREEDY, temperature=1.0))
+    first, second = Tuner(near, task, Mock()).try_likeliest(["sd"])
+    assert first.prompt_ids == second.prompt_ids
     assert first.token_ids != second.token_ids
 
 
@@ -163,20 +173,21 @@ def test_an_unrelated_draft_does_not_pay(pair_of: PairOf) -> None:
     costs = RoundCosts(*(CostTable({8: curve}) for curve in passes))
     made = Simulator(pair, [record_reference(pair, ids, GREEDY) for ids in PROMPTS], GREEDY, {"echo": costs, "model": costs})
     task = request(1000)
-    run = Tuner(pair, task, Mock())
+    run = Tuner(pair, replace(task, names=["svip", "confidence"]), Mock())
     candidates = run.choose(made, ["ar", "svip", "confidence"])
     assert not run.left_out
     found = outcome_of(made, candidates, task, {}, made.run("sd", {"k": 1}).acceptance_rate)
-    assert found.chosen.name == found.methods[0].name == "ar"
+    assert (found.chosen.name, found.methods[0].name) == ("adaptive", "ar"), "expected speeds replace nothing"
     assert found.speedup_of(found.best) < 0.9
     assert (found.acceptance_probability or 0) < 0.5
     assert found.speedup_model is not None
     assert found.speedup_model.relative_draft_cost == 1
+    plain = plain_of(found.methods).predicted
     confirmed = [
-        replace(each, measured=each.predicted, speedup=each.predicted / plain_of(found.methods).predicted)
-        for each in found.methods
+        replace(each, measured=each.predicted, speedup=each.predicted / plain, low=0.1, high=0.9) for each in found.methods
     ]
-    assert (found.verdict, replace(found, methods=confirmed).verdict) == ("unconfirmed", "does not pay")
+    after = replace(found, methods=[*confirmed, Candidate("adaptive", {}, 1.0, 1.0, 0.9, 0.8, 0.95)])
+    assert (found.verdict, after.verdict, after.chosen.name) == ("no time", "does not pay", "ar")
 
 
 @pytest.mark.parametrize("fails", ["before", "while measuring", "while simulating"])
@@ -190,13 +201,14 @@ def test_methods_that_cannot_be_tuned_have_a_reason(near: Pair, monkeypatch: pyt
     wanted, reason = ["eesd", "ar"], ".*an exit layer"
     if fails != "before":
         wanted, reason = ["sd", "ar"], "sd: it failed"
-        simulator = Simulator(near, [record_reference(near, PROMPTS[0], GREEDY)], GREEDY, {"echo": COSTS})
+        recorded = [record_reference(near, PROMPTS[0], GREEDY)]
+        simulator = Simulator(near, recorded, GREEDY, {"echo": COSTS})
 
         def failing(self: Tuner, *_: object) -> Any:
             self.left_out["sd"] = "it failed"
             return (simulator, None) if fails == "while measuring" else [PLAIN]
 
-        monkeypatch.setattr(Tuner, "record", lambda _: [])
+        monkeypatch.setattr(Tuner, "try_likeliest", lambda *_: recorded)
         monkeypatch.setattr(Tuner, "measure", failing if fails == "while measuring" else lambda *_: (simulator, None))
         monkeypatch.setattr(Tuner, "choose", failing)
     with pytest.raises(SpecgenError, match=f"no method can be tuned: {reason}"):
@@ -212,15 +224,41 @@ def of(*candidates: Candidate) -> TuningOutcome:
     [(1.5, 1.2, 1.8, "pays"), (0.9, 0.8, 0.97, "does not pay"), (1.02, 0.97, 1.06, "unclear"), (0.98, 0.9, 1.1, "does not pay")],
 )
 def test_the_interval_decides(speedup: float, low: float, high: float, verdict: str) -> None:
+    """Plain decoding takes the default's place only where it was faster, on more than one prompt."""
     best = Candidate("sd", {"k": 3}, 100.0, 100.0, speedup, low, high)
-    found = of(best, PLAIN)
+    slow = Candidate("adaptive", {}, 70.0, 70.0, 0.7, 0.65, 0.75)
+    on_one_prompt = replace(slow, low=None, high=None)
+    found = of(best, PLAIN, slow)
     assert (found.chosen, found.verdict) == (best if verdict == "pays" else PLAIN, verdict)
+    for default in (replace(slow, speedup=1.01, low=0.9, high=1.1), on_one_prompt, replace(slow, measured=None, speedup=None)):
+        kept = of(replace(best, speedup=0.6, low=0.5, high=0.7), PLAIN, default)
+        assert kept.chosen == kept.default == default
+    assert of(best, PLAIN).default == Candidate("adaptive", {}, PLAIN.predicted)
+
+
+def test_what_was_only_simulated_is_never_chosen() -> None:
+    simulated, ran = Candidate("sd", {"k": 3}, 150.0), Candidate("lookup", {}, 105.0, 105.0, 1.05, 0.9, 1.2)
+    nothing_ran = of(simulated, replace(PLAIN, measured=None, speedup=None))
+    assert (nothing_ran.chosen.name, nothing_ran.verdict) == ("adaptive", "no time")
+    found = of(simulated, ran, PLAIN)
+    assert (found.promising, found.verdict, found.chosen.name) == (simulated, "unconfirmed", "adaptive")
+    hardly = of(replace(simulated, predicted=112.0), ran, PLAIN)
+    assert (hardly.promising, hardly.verdict) == (None, "unclear")
+    faster = of(simulated, replace(ran, low=1.01), PLAIN)
+    assert (faster.promising, faster.verdict, faster.chosen.name) == (simulated, "pays", "lookup")
+    one_prompt = of(replace(ran, low=None, high=None), PLAIN)
+    assert (one_prompt.verdict, one_prompt.chosen.name) == ("unconfirmed", "adaptive")
+
+
+def test_which_candidate_of_a_method_stays() -> None:
+    """The tuned settings, unless the default ones are the fastest that ran."""
+    default, tuned = Candidate("svip", {}, 90.0, 90.0, 1.2, 1.1, 1.3), Candidate("svip", {"threshold": 0.3}, 130.0)
+    other = Candidate("lookup", {}, 99.0, 99.0, 1.1, 1.05, 1.2)
+    assert one_of_each([tuned, other, PLAIN, default]) == [PLAIN, other, default]
+    assert one_of_each([tuned, replace(other, low=1.15), PLAIN, default]) == [tuned, PLAIN, replace(other, low=1.15)]
 
 
 def test_how_a_method_is_chosen() -> None:
-    for predicted, chosen in ((300.0, "sd"), (105.0, "ar")):  # expected speeds alone confirm nothing
-        found = of(Candidate("sd", {"k": 3}, predicted), replace(PLAIN, measured=None, speedup=None))
-        assert (found.chosen.name, found.verdict) == (chosen, "unconfirmed")
     steady, moody = (Candidate(name, {}, 150.0, 150.0, 1.5, 1.3, 1.7) for name in ("svip", "lookup"))
     moody = replace(moody, measured=160.0, speedup=1.6, low=0.9, high=2.9)  # fast on some prompts only
     assert of(moody, steady, PLAIN).best.name == "svip"
@@ -274,7 +312,9 @@ def test_each_method_is_tried_before_the_further_settings_of_lossless_ones_and_t
     first, second, third = ({"k": number} for number in (1, 2, 3))
     tried = {"mtad": [first, second], "sd": [first, second, third], "eagle": [first], "fly": [first]}
     before, later = [(name, first) for name in tried], [("sd", second), ("sd", third), ("mtad", second)]
-    assert tuner._in_turn(tried) == before + later
+    assert tuner._in_turn(tried) == [before[2], before[1], before[0], before[3], *later]
+    cheap = tuner._in_turn({name: [first] for name in ("adaptive", "sd", "suffix", "lookup", "ar")})
+    assert [name for name, _ in cheap] == ["ar", "lookup", "suffix", "adaptive", "sd"], "those that run no model come first"
 
 
 def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None:
@@ -282,13 +322,13 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None
     task = request(200, ["mtad"], objective=Objective.parse("speed", "1000000%"))
     found = tune(near, replace(task, prompts=TEXTS[:2], sampling=replace(GREEDY, temperature=1.0)), Mock())
     assert "mtad" not in found.left_out
-    assert found.best.name == found.chosen.name == "ar"
+    assert {found.best.name, found.chosen.name} <= {"ar", "adaptive"}
     lossy, plain = (next(each for each in found.methods if each.name == name) for name in ("mtad", "ar"))
     assert lossy.perplexity is not None
     assert plain.perplexity is not None
     assert lossy.measured is not None, "it was requested, so it is really run"
-    fast = [replace(entry, measured=9.0, speedup=9.0, low=8.0) for entry in found.methods]
-    assert replace(found, methods=fast).chosen.name == "ar"
+    fast = [replace(entry, measured=9.0, speedup=9.0, low=8.0) for entry in (lossy, plain)]
+    assert replace(found, methods=fast).chosen.name == "adaptive"
 
 
 def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -316,3 +356,28 @@ def test_tune_and_compare_take_different_examples() -> None:
     first = {prompt.text[:32] for prompt in tuned if prompt.name in ("tune-sum-of-squares", "tune-tickets")}
     target = SimpleNamespace(context_limit=1000, tokenizer=SimpleNamespace(encode=list))
     assert first <= {"".join(prompt) for prompt in skip_search.example_prompts(target)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "missing", "said"),
+    [
+        ([], 61.0, "Not enough time to tell what is fastest here: generate uses adaptive, the default"),
+        ([(0.93, None, None)], 0.0, "Not confirmed: 0.93× with adaptive, on too few prompts. Until then generate uses adaptive"),
+        ([(1.1, 0.9, 1.3)], 0.0, "No clear gain here: 1.10× at best (95%: 0.90–1.30). So generate uses adaptive"),
+        ([(0.9, 0.8, 0.95)], 0.0, "0.90× at best. So generate decodes plainly for this pair."),
+        ([(1.2, 1.1, 1.3), (None, None, None)], 0.0, "sd: 1.90× expected"),
+    ],
+)
+def test_the_report_says_what_it_knows(speeds: list[Any], missing: float, said: str) -> None:
+    names = ("adaptive", "sd")
+    others = [
+        Candidate(name, {}, 190.0, None if speed[0] is None else 93.0, *speed) for name, speed in zip(names, speeds, strict=False)
+    ]
+    plain = PLAIN if speeds else replace(PLAIN, measured=None, speedup=None)
+    found = TuningOutcome([plain, *others], GREEDY, 3, {}, real_runs=7, missing_seconds=missing)
+    out = io.StringIO()
+    show_tuning(theme.ThemedConsole("mono", file=out, width=200, no_color=True), found, None, budget=60.0)
+    text = " ".join(out.getvalue().split())
+    assert said in text
+    assert ("--budget 130, for what was left out" in text) == bool(missing)
+    assert ("7 runs of up to 24 tokens" in text) == bool(speeds)

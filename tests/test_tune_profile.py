@@ -26,6 +26,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import SpeedupModel
 from specgen.pair.pair import Pair
 from specgen.tune import profile as profiles
+from specgen.tune.outcome import Candidate
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -118,7 +119,7 @@ def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, mo
 def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
     named = ("--profile", str(folder))
     assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12  6 tokens" in generated(pair, *named)
-    assert "tuned: sd:k=3" in generated(pair, *named, "-m", "sd")
+    assert "tuned, not confirmed: sd:k=3" in generated(pair, *named, "-m", "sd"), "it was only simulated"
     assert "tuned" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
     assert "tuned" not in generated(pair, *named, "-m", "heuristic")
     assert "tuned" not in generated(pair, *named, "--set", "draft_cost=0.3")
@@ -126,8 +127,6 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     assert "was made for temperature 0, and this run has 1; it is not used" in said
     assert "tuned:" not in said
     found = profiles.load(folder)
-    profiles.save(found.model_copy(update={"verdict": "unconfirmed"}), folder)
-    assert "tuned, not confirmed: svip:threshold=0.45" in generated(pair, *named)
     chosen = profiles.Choice(method="pearl", settings={"window": 5})
     profiles.save(found.model_copy(update={"chosen": chosen}), folder)
     assert "tuned: pearl:window=5  6 tokens" in generated(pair, *named), "the window is shown once"
@@ -213,9 +212,10 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     line = json.loads(result.stdout)
     assert set(line) == {*json_line(outcome(), out), "objective"}
     assert line["profile"] == str(out / "profile.yaml")
-    assert set(line["predicted"]) == set(line["settings"]) == {"ar", "sd", "lookup"}, line["left_out"]
+    assert set(line["predicted"]) == set(line["settings"]) == {"ar", "adaptive", "sd", "lookup"}, line["left_out"]
     assert line["settings"]["ar"] == {}
-    assert line["confirmed"] is (line["verdict"] != "unconfirmed") is (len(line["measured"]) > 1)
+    assert line["confirmed"] is (line["verdict"] not in ("unconfirmed", "no time"))
+    assert {"ar", "adaptive"} <= set(line["measured"])
     assert all(speed > 0 for speed in (*line["predicted"].values(), *line["measured"].values()))
     assert all(set(costs) == {"drafting", "judging", "looking", "together"} for costs in line["costs"].values())
     saved = profiles.load(out)
@@ -223,9 +223,9 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert line["chosen"]["settings"] == line["settings"][line["chosen"]["method"]]
     assert (saved.verdict, saved.speedup) == (line["verdict"], pytest.approx(line["speedup"], rel=1e-4))
     assert {name: dict(entry.settings) for name, entry in saved.methods.items()} == line["settings"]
-    assert "✓ 3 outputs of plain decoding recorded" in result.stderr
+    assert "✓ really run, tokens/s: ar" in result.stderr
     assert "use it with --profile" in " ".join(result.stderr.split())
-    assert f"tuned: {line['chosen']['method']}" in generated(pair, "--profile", str(out))
+    assert f": {line['chosen']['method']}" in generated(pair, "--profile", str(out))
     again = CliRunner().invoke(
         app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "-n", "16", "--out", str(out), "--export", "mlx"]
     )
@@ -242,6 +242,8 @@ def test_the_json_line_of_a_tuning_that_does_not_pay(tmp_path: Path) -> None:
     assert line["pays_from"] == pytest.approx(0.4)
     assert (line["measured"], line["left_out"]) == ({"svip": 118.0, "ar": 84.0}, {"pearl": "no time"})
     slow = [replace(entry, speedup=0.9, low=0.8, high=0.97) if entry.name == "svip" else entry for entry in found.methods]
+    slow = [replace(entry, predicted=80.0) if entry.measured is None else entry for entry in slow]
+    slow.append(Candidate("adaptive", {}, 70.0, 70.0, 0.8, 0.7, 0.9))
     line = json_line(replace(found, methods=slow), tmp_path)
     assert (line["chosen"], line["verdict"], line["speedup"]) == ({"method": "ar", "settings": {}}, "does not pay", 1.0)
     assert (line["speedup_low"], line["speedup_high"], line["confirmed"]) == (None, None, True)

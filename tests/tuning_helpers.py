@@ -46,7 +46,7 @@ def outcome() -> TuningOutcome:
         Candidate("ar", {}, 80.0, 84.0, 1.0),
     ]
     costs = {"echo": CURVES, "parallel": CURVES | {"together": 1e-4}}
-    return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8)
+    return TuningOutcome(methods, SamplingParams(), 8, costs, None, 0.8, real_runs=16, simulated=40)
 
 
 def finished(observer: Mock) -> list[str]:

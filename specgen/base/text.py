@@ -4,6 +4,7 @@ it become visible symbols. Also lines of JSON, the same for trace files and stan
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -95,3 +96,12 @@ def print_json(content: Mapping[str, Any]) -> None:
     """Writes `content` as one line of JSON to standard output, in UTF-8 whatever the locale is."""
     sys.stdout.buffer.write(json_line(content))
     sys.stdout.buffer.flush()
+
+
+def significant(number: float, digits: int = 3) -> str:
+    """Returns the number with so many significant digits, as a person writes it: `1,180`, `0.0042`, never with an exponent."""
+    if not number or not math.isfinite(number):
+        return f"{number:g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(number)))
+    text = f"{round(number, decimals):,.{max(0, decimals)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -22,7 +22,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
-from specgen.base.text import counted, print_json
+from specgen.base.text import counted, print_json, significant
 from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
@@ -212,7 +212,7 @@ class Comparison:
             return []
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
-        power = f"{energy['idle_watts']:.3g} W"
+        power = f"{significant(energy['idle_watts'])} W"
         return [f"Joules are those beyond the {power} of the idle devices; 'with idle' adds these ({energy['source']})."]
 
     def _print(self, shown: views.Report, costs: dict[str, Any] | None) -> None:

@@ -221,14 +221,15 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
     profile's.
 
     If the user named only a method, its settings are the profile's. If the user gave neither method nor settings, the profile
-    chooses both. The text describes settings that come from a profile, and says if their speed was only predicted and not
+    chooses both. The text describes settings that come from a profile, and says if their speed was only expected and not
     measured; for other settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)
     if profile is None or tuned is None:
         return name, settings, ""
-    unconfirmed = ", not confirmed" if profile.verdict == "unconfirmed" else ""
+    entry = profile.methods.get(name)
+    unconfirmed = ", not confirmed" if entry is not None and entry.measured is None else ""
     rounded = f", {profile.draft_dtype} draft" if profile.draft_dtype and methods.find(name).uses_draft_model else ""
     return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
 

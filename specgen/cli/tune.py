@@ -202,7 +202,8 @@ def _tune(
     except RunError as error:
         failure = error
     if not output.quiet:
-        view.show_tuning(err, outcome, path, is_default=folder.resolve() == default.resolve())
+        is_default = folder.resolve() == default.resolve()
+        view.show_tuning(err, outcome, path, is_default=is_default, budget=asked.budget)
     if asked.export is None and output.json:
         print_json(json_line(outcome, path) | {"objective": asked.objective})
     elif asked.export is None:
@@ -217,7 +218,7 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "type": "tune",
         "chosen": {"method": outcome.chosen.name, "settings": dict(outcome.chosen.settings)},
         "verdict": outcome.verdict,
-        "confirmed": outcome.verdict != "unconfirmed",
+        "confirmed": outcome.verdict not in ("unconfirmed", "no time"),
         "speedup": outcome.speedup_of(outcome.chosen),
         "speedup_low": outcome.chosen.low,
         "speedup_high": outcome.chosen.high,
@@ -229,6 +230,9 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
+        "new_tokens": outcome.sampling.max_new_tokens,
+        "real_runs": outcome.real_runs,
+        "simulated": outcome.simulated,
         "draft": None if outcome.pair is None or outcome.pair.draft is None else outcome.pair.draft.name,
         "draft_dtype": outcome.draft_dtype,
         "profile": None if path is None else str(path),

@@ -116,6 +116,7 @@ class Runner:
         self.pair, self.config, self._trace = pair, config, trace
         self.results = Results(config)
         self.deadline, self.is_cut = math.inf, False  # after it, by `time.perf_counter`, no other prompt is begun
+        self.warm_up_tokens = config.sampling.max_new_tokens  # the most that a warm-up run generates
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
         self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
@@ -218,7 +219,7 @@ class Runner:
 
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
             yield step(0, spec, prompts[0], warming_up=True)
-            self._attempt(spec, prompts[0], 0)
+            self._attempt(spec, prompts[0], 0, self.warm_up_tokens)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
             if time.perf_counter() > self.deadline and spec is self.config.specs[0] and self.results.complete_repeats():
@@ -261,17 +262,23 @@ class Runner:
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
-    def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int) -> TracedRun | None:
-        """Makes one run of a method for a prompt. Returns None if the method fails (`results.failures` then has the error), or if
-        the prompt is a later turn that plain decoding finds too long: it is skipped for all methods."""
+    def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int, most_tokens: int | None = None) -> TracedRun | None:
+        """Makes one run of a method for a prompt, of at most `most_tokens` new tokens (None: no other limit than the config's).
+
+        Returns None if the method fails (`results.failures` then has the error), or if the prompt is a later turn that plain
+        decoding finds too long: it is skipped for all methods.
+        """
         from specgen.decoding.drafting import derive_seed  # imports torch
 
         if self._is_ruled_out(spec, prompt):
             return None
         seed = self._seeds.setdefault((prompt.index, repeat), derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"))
+        sampling = replace(self.config.sampling, seed=seed)
+        if most_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=min(most_tokens, sampling.max_new_tokens))
         start = time.perf_counter()
         try:
-            finished = self._run(spec, self.prompt_ids(prompt), replace(self.config.sampling, seed=seed))
+            finished = self._run(spec, self.prompt_ids(prompt), sampling)
         except (SpecgenError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 error = RunError("out of memory", "Leave this method out, or take a smaller -n")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from specgen.base.text import significant
+
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
@@ -54,7 +56,8 @@ class Difference:
             return f"{where}: one answer ends there, and the other does not."
         if not self.is_broken:
             where = f"tie at {self.position} of {prompt} ({methods})"
-        return f"{where}: the two tokens' logits are {abs(self.gap):.2g} apart; rounding explains {self.threshold:.2g}."
+        gap, explained = (significant(number, 2) for number in (abs(self.gap), self.threshold))
+        return f"{where}: the two tokens' logits are {gap} apart; rounding explains {explained}."
 
 
 def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import SpeedupModel
-from specgen.methods import METHODS, POLICIES, known_settings
+from specgen.methods import DEFAULT_METHOD, METHODS, POLICIES, known_settings
 from specgen.methods.method import Grid
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
-Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed"]
+Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed", "no time"]
 PLAIN = "ar"
 AS_FAST = 0.97  # settings with at least this share of the best expected speed count as equally fast
-EXPECTED_GAIN = 1.1  # expected speedup from which a method is chosen without a real run
+EXPECTED_GAIN = 1.1  # an expected speed that is so many times the best measured one is worth a real run
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
 PARALLEL_MARGIN = 1.25  # the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
@@ -201,7 +201,9 @@ class TuningOutcome:
     passes, None without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token,
     given that it accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that
     was not tuned. `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were
-    not. `pair` has the models that were chosen.
+    not. `pair` has the models that were chosen. `real_runs` is the number of real runs, `simulated` that of the settings that
+    were simulated. `missing_seconds` is how much more time would be needed for what was left out because time was short, as far
+    as this can be estimated.
     """
 
     methods: Sequence[Candidate]
@@ -213,6 +215,9 @@ class TuningOutcome:
     left_out: Mapping[str, str] = field(default_factory=dict)
     draft_dtype: str | None = None
     pair: Pair | None = None
+    real_runs: int = 0
+    simulated: int = 0
+    missing_seconds: float = 0.0
 
     @property
     def best(self) -> Candidate:
@@ -230,30 +235,51 @@ class TuningOutcome:
         return max(others, key=rank, default=plain_of(self.methods))
 
     @property
+    def default(self) -> Candidate:
+        """The method that decodes where no profile names one; with plain decoding's speed if nothing is known about it."""
+        speed = plain_of(self.methods).predicted
+        own = (each for each in self.methods if each.name == DEFAULT_METHOD)
+        return next(own, Candidate(DEFAULT_METHOD, {}, speed))
+
+    @property
+    def promising(self) -> Candidate | None:
+        """The method with the highest expected speed of those that were only simulated, if it is expected to be much faster than
+        all that were really run (`EXPECTED_GAIN`). None if there is no such method."""
+        simulated = [each for each in self.methods if each.name != PLAIN and each.lossless and each.speedup is None]
+        fastest = max(simulated, key=lambda each: each.predicted, default=None)
+        known = max(1.0, self.best.speedup or 0.0)
+        return fastest if fastest is not None and self.speedup_of(fastest) > EXPECTED_GAIN * known else None
+
+    @property
     def verdict(self) -> Verdict:
         """Whether the best speculative method is faster than plain decoding.
 
-        `pays`: the 95 % interval of its measured speedup is above 1. `unclear`: its measured speedup is at least 1, but the
-        interval contains 1. `does not pay`: it is slower, or there is none. `unconfirmed`: it was not run on the real models.
+        `pays`: the 95 % interval of its measured speedup is above 1. `unconfirmed`: one that was only simulated is expected to be
+        much faster, or the best one ran on too few prompts for an interval. `unclear`: its measured speedup is at least 1, but
+        the interval contains 1. `does not pay`: it is slower, or there is none. `no time`: nothing was run on the real models.
         """
         best = self.best
-        if best.name == PLAIN:
+        if all(each.measured is None for each in self.methods):
+            return "no time"
+        if best.name == PLAIN or best.speedup is None:
             return "does not pay"
-        if best.speedup is None:
-            return "unconfirmed"
-        if (best.low or best.speedup) > 1:
+        if best.low is not None and best.low > 1:
             return "pays"
+        if self.promising is not None or best.low is None:
+            return "unconfirmed"
         return "does not pay" if best.speedup < 1 else "unclear"
 
     @property
     def chosen(self) -> Candidate:
-        """The method to decode with: the best speculative method or plain decoding.
+        """The method to decode with: the best one that was measured to be faster than plain decoding, else the default.
 
-        The speculative method is chosen if it was measured to be faster. If it was not measured, its expected speedup has to be
-        larger than `EXPECTED_GAIN`.
+        Plain decoding takes the default's place only if it was faster on several prompts.
         """
-        expected = self.verdict == "unconfirmed" and self.speedup_of(self.best) > EXPECTED_GAIN
-        return self.best if expected or self.verdict == "pays" else plain_of(self.methods)
+        if self.verdict == "pays":
+            return self.best
+        default = self.default
+        is_slower = default.speedup is not None and default.speedup < 1 and default.low is not None
+        return plain_of(self.methods) if is_slower else default
 
     def speedup_of(self, method: Candidate) -> float:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""

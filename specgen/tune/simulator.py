@@ -55,6 +55,10 @@ _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS = 0.3  # for timing a shape
 
 
+class AbandonedError(Exception):
+    """A simulation was ended before its end, by the caller's `goes_on`."""
+
+
 class _Models(NamedTuple):
     """The models on one prompt, as runners that keep their outputs, in the setup of a run.
 
@@ -91,13 +95,19 @@ class Simulator:
 
     @inference
     def run(
-        self, name: str, given: Mapping[str, Any], numbers: Sequence[int] | None = None, *, perplexity: bool = False
+        self,
+        name: str,
+        given: Mapping[str, Any],
+        numbers: Sequence[int] | None = None,
+        *,
+        perplexity: bool = False,
+        goes_on: Callable[[Figures], bool] = lambda _: True,
     ) -> Figures:
         """Simulates the method `name` with the settings `given`. Returns the figures of all runs together, with expected seconds.
 
         `numbers` are the prompts to run on, as indices of `references`; None for all. With `perplexity`, and for lossy methods,
-        the summary has the perplexity of the output under the target at temperature 1. Raises SpecgenError if the method cannot
-        run with this pair.
+        the summary has the perplexity of the output under the target at temperature 1. `goes_on` is asked after each round, with
+        the figures so far. Raises AbandonedError where it says no, and SpecgenError if the method cannot run with this pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
@@ -110,6 +120,8 @@ class Simulator:
             for round_ in self._run(method, settings, costs, number, learned).rounds():
                 summary.add(round_)
                 ids += round_.token_ids
+                if not goes_on(summary):
+                    raise AbandonedError
             if perplexity or not method.lossless:
                 summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
         return summary

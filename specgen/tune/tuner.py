@@ -1,8 +1,9 @@
 """Tunes a pair of target and draft model: finds the fastest method and settings on this machine.
 
-The steps: record the target's output, measure the costs of rounds, simulate settings, run the most promising methods on the real
-models, choose. Each step takes a share of the time that is left. Sets of layers to skip cannot be simulated, so they are tried in
-real runs.
+The steps: really run plain decoding, the default method and those that are likeliest to be fast; measure the costs of rounds;
+simulate settings, those that are expected to be far behind no further; really run the most promising methods; choose. The result
+rests on real runs, however short the time is. Each step takes a share of the time that is left. Sets of layers to skip cannot be
+simulated, so they are tried in real runs.
 
 A draft with rounded weights (`--draft-dtype int8`) is tried too: rounding makes a draft pass shorter where it is bound by memory,
 and some of what it drafts worse. Both are measured: the costs of rounds, and how much is accepted.
@@ -15,51 +16,65 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value, written
-from specgen.base.text import counted
-from specgen.compare.method_specs import parse_spec
-from specgen.compare.results import BenchmarkConfig, method_results
+from specgen.base.text import counted, significant
+from specgen.compare.results import BenchmarkConfig
 from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.methods.method import HEADS
 from specgen.pair.pair import skipping_speed
-from specgen.pair.request import messages
 from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
     PLAIN,
     SEARCHED,
+    SHORTLIST_SIZE,
     SIMPLE,
     Candidate,
     TuningOutcome,
     combinations,
+    distance_from_defaults,
     grid,
     nearest_to_default,
     plain_of,
     shortlist,
 )
 from specgen.tune.pair_inspection import obstacle
-from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference
-from specgen.tune.simulator import Simulator, run_seed
+from specgen.tune.prospects import Prospects, likeliest
+from specgen.tune.real_runs import (
+    FEWEST_PROMPTS,
+    FEWEST_TOKENS,
+    LEAST_TOKENS,
+    MARGIN,
+    MOST_REPEATS,
+    WARM_UP_TOKENS,
+    PlainSpeed,
+    RealRuns,
+    plan,
+    probe,
+)
+from specgen.tune.round_timing import ReferenceOutput, measure_costs
+from specgen.tune.simulator import AbandonedError, Simulator
 
 if TYPE_CHECKING:
+    from specgen.pair.figures import Figures
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import Deadline, GivenSettings, Objective, TuningObserver, TuningRequest
 
 Grids = Mapping[str, Sequence["GivenSettings"]]
 Tried = Mapping[str, Sequence[Candidate]]
 # the share that each step takes of the time that is left when it begins
-RECORDING, COSTS, SIMULATION, SEARCH, SKIPS, DRAFTS = 0.15, 0.28, 0.3, 0.5, 0.4, 0.35
+TRIAL, COSTS, SIMULATION, SEARCH, SKIPS, DRAFTS = 0.4, 0.2, 0.3, 0.4, 0.4, 0.35
 SEARCH_PROMPTS = 4  # the search for trees, drafts and beams runs on this many prompts
-FEWEST_PROMPTS = 2  # a method is really run on at least this many prompts
-MOST_REPEATS = 50  # a method is really run at most this many times on each prompt
-MARGIN = 1.2  # real runs may take this many times the expected seconds
+TIMED_TOKENS = 8  # rounds can be timed where there is time to decode so many tokens plainly
 LEAST_BYTES = 8 << 20  # of the draft's weight files; smaller ones stay in the processor's cache, where rounding gains nothing
 SOME = "some settings"  # the key in `left_out` that says that not all settings were simulated
 TIME_WAS_SHORT = "time was short (a larger --budget helps)"
+FAR_BEHIND = "predicted far behind the fastest, so not simulated further"
 _DRAFTERS = {"model": "sd", "exit": "eesd"}  # methods that draft chains of fixed length
 
 
@@ -74,17 +89,30 @@ def tune(
     """
     tuner = Tuner(pair, request, observer)
     names = tuner.select()
-    references = tuner.record()
-    simulator, acceptance = tuner.measure(pair, names, references, request.deadline)
-    names = [name for name in names if name not in tuner.left_out]
-    tuner.check_named()
-    if others and "model" in simulator.costs:
-        simulator, acceptance = tuner.best_draft(simulator, acceptance, others, names)
-    candidates = tuner.confirm(simulator.pair, tuner.choose(simulator, names))
-    tuner.check_named()
-    found = outcome_of(simulator, candidates, request, tuner.left_out, acceptance)
-    draft = simulator.pair.draft
-    return replace(found, pair=simulator.pair, draft_dtype=None if simulator.pair is pair or draft is None else draft.quantise)
+    references = tuner.try_likeliest(names)
+    simulator, acceptance, candidates = None, None, tuner.tried
+    if references and tuner.has_time_to_simulate():
+        simulator, acceptance = tuner.measure(pair, names, references, request.deadline)
+        names = [name for name in names if name not in tuner.left_out]
+        tuner.check_named()
+        if others and "model" in simulator.costs:
+            simulator, acceptance = tuner.best_draft(simulator, acceptance, others, names)
+        candidates = tuner.confirm(simulator.pair, tuner.choose(simulator, names))
+        tuner.check_named()
+    else:
+        tuner.leave_out(names)
+    found = outcome_of(simulator, candidates, tuner.request, tuner.left_out, acceptance)
+    chosen_pair = pair if simulator is None else simulator.pair
+    draft = chosen_pair.draft
+    return replace(
+        found,
+        pair=chosen_pair,
+        draft_dtype=None if chosen_pair is pair or draft is None else draft.quantise,
+        prompts=max(1, len(references)),
+        real_runs=tuner.real_runs,
+        simulated=tuner.simulated,
+        missing_seconds=tuner.missing_seconds,
+    )
 
 
 def further_heads(pair: Pair) -> Mapping[str, Sequence[GivenSettings]]:
@@ -105,11 +133,17 @@ def worth_rounding(pair: Pair) -> bool:
 
 class Tuner:
     """The steps of one tuning. `left_out` has the reason for each method that is not tuned, by name, and under `SOME` for
-    settings that were not tried."""
+    settings that were not tried. `request` gets the number of new tokens for which there is time."""
 
     def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver) -> None:
         self.pair, self.request, self.observer = pair, request, observer
         self.left_out: dict[str, str] = {}
+        self.tried: list[Candidate] = []  # what was really run first
+        self.simulated = 0
+        self.missing_seconds = 0.0
+        self._speed = PlainSpeed(0.0, 0.0)
+        self._runs: RealRuns | None = None
+        self._later_runs: RealRuns | None = None  # with another draft
 
     def check_named(self) -> None:
         """Raises SpecgenError if all of the methods that the user named are left out. Plain decoding never is."""
@@ -138,27 +172,62 @@ class Tuner:
         error = refusal or obstacle(self.pair, name)
         return None if error is None else error.message
 
-    def record(self) -> list[ReferenceOutput]:
-        """Returns the target's output, by plain decoding, for as many prompts as there is time for. Each prompt has its own seed.
+    def try_likeliest(self, names: Sequence[str]) -> list[ReferenceOutput]:
+        """Really runs plain decoding, the default method and the likeliest of `names`, and returns plain decoding's outputs.
 
-        Raises SpecgenError, with the prompt's name, if decoding fails.
+        Sets the request's number of new tokens to one for which the time is enough, and `tried` to the methods with their speeds.
+        Returns no output if there is no time for any run; then `tried` only has plain decoding, with the speed of a few tokens.
+        Raises SpecgenError, with the prompt's name, if plain decoding fails.
         """
-        pair, request, references = self.pair, self.request, list[ReferenceOutput]()
-        sampling, deadline = request.sampling, request.deadline.share(RECORDING)
-        for number, prompt in enumerate(request.prompts):
-            if len(references) >= FEWEST_PROMPTS and deadline.left < 0:
-                break
-            self.observer.doing(f"plain decoding, prompt {len(references) + 1} of {len(request.prompts)}")
-            ids = pair.tokenizer.conversation(messages(prompt.text)) if request.chat else pair.tokenizer.encode(prompt.text)
-            try:
-                if not references:
-                    record_reference(pair, ids, sampling)  # warms up
-                seeded = replace(sampling, seed=run_seed(number, sampling.seed or 0))
-                references.append(record_reference(pair, ids, seeded))
-            except SpecgenError as error:
-                raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
-        self.observer.done(f"{counted(len(references), 'output')} of plain decoding recorded")
+        request, deadline = self.request, self.request.deadline
+        wanted = [PLAIN, methods.DEFAULT_METHOD, *likeliest(names, request.names or ())]
+        candidates = [Candidate(name, _defaults(name), 0.0) for name in wanted]
+        Runner(self.pair, BenchmarkConfig([], request.prompts, 1, request.sampling, request.chat)).check()
+        self.observer.doing("plain decoding")
+        self._speed = speed = probe(self.pair, request)
+        left = deadline.left
+        found = plan(speed, TRIAL * left, left, len(candidates), request.sampling.max_new_tokens)
+        if found is None:
+            least = 2 * MARGIN * (speed.seconds(WARM_UP_TOKENS) + speed.seconds(LEAST_TOKENS))
+            self.missing_seconds = max(self.missing_seconds, least - left)
+            tokens = request.sampling.max_new_tokens
+            self.tried = [Candidate(PLAIN, {}, tokens / speed.seconds(tokens))]
+            self.observer.done(f"plain decoding: {1e3 * speed.token_seconds:.0f} ms a token; no time for more")
+            return []
+        self.request = request = replace(request, sampling=replace(request.sampling, max_new_tokens=found.tokens))
+        self._runs = RealRuns(self.pair, request, self.observer, speed)
+        share = TRIAL if found.tokens >= FEWEST_TOKENS else 1.0
+        self._runs.run(candidates[: found.methods], request.prompts, deadline.share(share))
+        self.left_out |= {name: error.message for name, error in self._runs.failures.items() if name in names}
+        measured = map(self._runs.measured, candidates[: found.methods])
+        self.tried = [replace(each, predicted=each.measured) for each in measured if each.measured]
+        for each in self.tried:  # the default runs without a draft model too
+            self.left_out.pop(each.name, None)
+        references = self._runs.references()
+        if not references:
+            self.tried = [Candidate(PLAIN, {}, 1 / speed.token_seconds)]
+            return []
+        ran = ", ".join(f"{each.name} {each.measured:.1f}" for each in self.tried)
+        where = f"{counted(len(references), 'prompt')}, {found.tokens} tokens each"
+        self.observer.done(f"really run, tokens/s: {ran} ({where})")
         return references
+
+    @property
+    def real_runs(self) -> int:
+        return sum(runs.count for runs in (self._runs, self._later_runs) if runs is not None)
+
+    def has_time_to_simulate(self) -> bool:
+        """Whether rounds can be timed, without which nothing can be simulated, in the share of time for this."""
+        return COSTS * self.request.deadline.left > MARGIN * self._speed.seconds(TIMED_TOKENS)
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Says of the methods `names` that did not run that the time was short."""
+        ran = {each.name for each in self.tried}
+        missing = [name for name in names if name not in ran]
+        self.left_out |= dict.fromkeys(missing, TIME_WAS_SHORT)
+        seconds = MARGIN * self._speed.seconds(TIMED_TOKENS) / COSTS
+        if missing:
+            self.missing_seconds += max(0.0, seconds - self.request.deadline.left)
 
     def measure(
         self, pair: Pair, names: Sequence[str], references: Sequence[ReferenceOutput], deadline: Deadline
@@ -177,8 +246,8 @@ class Tuner:
             self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
             target = costs["echo"].verification_cost
             length = min(target.curves)
-            wider = ", ".join(f"{1e3 * target.at(tokens, length):.3g} for {tokens}" for tokens in (6, 16))
-            observer.done(f"a target pass takes {1e3 * target.at(1, length):.3g} ms for 1 token, {wider}")
+            wider = ", ".join(f"{significant(1e3 * target.at(tokens, length))} for {tokens}" for tokens in (6, 16))
+            observer.done(f"a target pass takes {significant(1e3 * target.at(1, length))} ms for 1 token, {wider}")
         pair.measurements.tuned_costs = costs
         simulator = Simulator(pair, references, sampling, costs, self.request.deadline.clock)
         kind = "model" if "model" in costs else "exit"
@@ -248,37 +317,74 @@ class Tuner:
         simulator: Simulator,
         grids: Grids,
         deadline: Deadline,
+        prospects: Prospects,
         numbers: Sequence[int] | None = None,
-        *,
-        is_needed: bool = False,
     ) -> dict[str, list[Candidate]]:
         """Simulates the settings in `grids` (method: settings to try) until the deadline, on the prompts with these `numbers`
         (None: all).
 
-        Methods take turns. Lossy methods (whose output can differ from the target's) are tried with their first settings, and
-        with others at the end, because they are never chosen automatically. With `is_needed`, the first settings of each method
-        are simulated even after the deadline. Returns what was tried, by method; its expected speed is scaled to all prompts.
+        Methods take turns, those first whose simulation costs least and that are likeliest to be fast. Lossy methods (whose
+        output can differ from the target's) are tried with their first settings, and with others at the end, because they are
+        never chosen automatically. Settings that turn out to be far behind are left, and after some such settings their method.
+        Returns what was tried, by method; its expected speed is scaled to all prompts.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         failed = set[tuple[str, Value | None]]()  # methods with policies
         plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
-        for name, settings in _in_turn(grids):
-            if deadline.left < 0 and (tried[name] or not is_needed):
-                self.left_out[SOME] = f"time was short: {sum(map(len, tried.values()))} were simulated"
+        queue = _in_turn(grids)
+        begin = deadline.left
+        for position, (name, settings) in enumerate(queue):
+            if name != PLAIN and deadline.left < 0:
+                self._miss(queue[position:], begin / max(1, position))
                 break
-            if (name, settings.get("policy")) in failed:
+            if (name, settings.get("policy")) in failed or prospects.is_given_up(name):
                 continue
-            self.observer.doing(f"simulating {written(name, settings)}")
+            found = None
             try:
-                found = _expected(simulator, name, settings, numbers)
+                if prospects.can_reach(name, settings):
+                    self.observer.doing(f"simulating {written(name, settings)}")
+                    found = self._simulated(simulator, name, settings, numbers, deadline, prospects)
             except SpecgenError as error:
                 if name == PLAIN:
                     raise
                 self.left_out[name] = error.message
                 failed.add((name, settings.get("policy")))
                 continue
-            tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
+            if found is not None:
+                prospects.note(name, found.predicted / plain[1])
+                tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
+            elif deadline.left >= 0:
+                prospects.strike(name)
+                if not tried[name] and name not in (each.name for each in self.tried):
+                    self.left_out[name] = FAR_BEHIND
         return tried
+
+    def _simulated(
+        self,
+        simulator: Simulator,
+        name: str,
+        settings: GivenSettings,
+        numbers: Sequence[int] | None,
+        deadline: Deadline,
+        prospects: Prospects,
+    ) -> Candidate | None:
+        """Simulates the settings. Returns None if they turn out to be far behind, or if the time is up in a simulation that runs
+        the models."""
+        runs_models = not METHODS[name].recorded
+
+        def goes_on(figures: Figures) -> bool:
+            return not prospects.is_behind(name, figures) and not (runs_models and deadline.left < 0)
+
+        self.simulated += name != PLAIN
+        try:
+            return _expected(simulator, name, settings, numbers, goes_on)
+        except AbandonedError:
+            return None
+
+    def _miss(self, queue: Sequence[tuple[str, GivenSettings]], seconds: float) -> None:
+        """Says of the settings in `queue` that the time was too short for them. One takes about so many seconds."""
+        self.left_out[SOME] = f"time was short: {self.simulated} were simulated"
+        self.missing_seconds += len(queue) * max(0.0, seconds) / SIMULATION
 
     def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:
         """Simulates settings of the methods `names`, and returns each method with its best settings, by expected speed, fastest
@@ -295,11 +401,12 @@ class Tuner:
             for name in names
             if name in SEARCHED
         }
-        tried = self.search(simulator, chains, deadline.share(SIMULATION), is_needed=True)
+        prospects = self._prospects(simulator)
+        tried = self.search(simulator, chains, deadline.share(SIMULATION), prospects)
         self._report(tried, "setting", "simulated")
         numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
         if shapes:
-            found = self.search(simulator, shapes, deadline.share(SEARCH), numbers)
+            found = self.search(simulator, shapes, deadline.share(SEARCH), prospects, numbers)
             self._report(found, "shape", "of trees, drafts and beams simulated")
             tried = {name: [*tried.get(name, ()), *found.get(name, ())] for name in (*tried, *found)}
         is_lossy = any(settings for name, settings in tried.items() if not METHODS[name].lossless)
@@ -316,6 +423,14 @@ class Tuner:
                 self.left_out["selfsd"] = error.message
         return sorted(candidates, key=lambda candidate: -candidate.predicted)
 
+    def _prospects(self, simulator: Simulator) -> Prospects:
+        """Returns what the real runs so far and the costs of target passes say of the methods."""
+        target = simulator.costs["echo"].verification_cost
+        length = min(target.curves)
+        measured = max((each.speedup or 0.0 for each in self.tried if each.lossless), default=0.0)
+        named = self.request.names or ()
+        return Prospects(named, measured, target.at(1, length), lambda tokens: target.at(tokens, length))
+
     def _report(self, tried: Tried, noun: str, what: str) -> None:
         found = [each for candidates in tried.values() for each in candidates if each.name != PLAIN]
         if found:
@@ -327,7 +442,8 @@ class Tuner:
         """Returns the best of the candidates `tried`, which are all of one method. None, with the reason in `left_out`, if none
         was tried or if none has a perplexity that the objective allows."""
         if not tried:
-            self.left_out.setdefault(name, TIME_WAS_SHORT)
+            if name not in (each.name for each in self.tried):
+                self.left_out.setdefault(name, TIME_WAS_SHORT)
             return None
         self.left_out.pop(name, None)  # only its trees failed
         if METHODS[name].lossless:
@@ -335,63 +451,116 @@ class Tuner:
         found = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
         if found is None:
             limit = self.request.objective.limit(plain_perplexity or 0.0)
-            self.left_out[name] = f"no setting had a perplexity of at most {limit:.3g} (--max-perplexity)"
+            self.left_out[name] = f"no setting had a perplexity of at most {significant(limit)} (--max-perplexity)"
         return found
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Runs plain decoding and as many of the most promising candidates as the time allows on the real models.
+        """Really runs plain decoding and as many of the most promising candidates as the time allows.
 
-        Returns all `candidates`, with measured speeds for those that ran.
+        Returns one candidate for each method, of the given ones and those that ran before: the given one, or the one that ran
+        before if it is the fastest of all that ran. Those that ran with this pair have measured speeds.
         """
-        request, named = self.request, self.request.names or ()
-        selected = shortlist([each for each in candidates if each.name != PLAIN and (each.lossless or each.name in named)])
-        listed, seconds = self._affordable(candidates, selected)
-        measured: dict[str, Candidate] = {}
+        runs, deadline = self._runs_with(pair), self.request.deadline
+        tried = {each.written: each for each in self.tried if runs is self._runs or not METHODS[each.name].uses_draft_model}
+
+        def with_speed(candidate: Candidate) -> Candidate:
+            found, before = runs.measured(candidate), tried.get(candidate.written)
+            if found.measured is not None or before is None:
+                return found
+            return replace(before, predicted=candidate.predicted, perplexity=candidate.perplexity)
+
+        given = {each.written for each in candidates}
+        everything = [*candidates, *(each for each in tried.values() if each.written not in given)]
+        selected = self._selected([with_speed(each) for each in everything])
+        listed = self._affordable(selected, runs)
         if listed:
-            by_spec = {each.written: each for each in (plain_of(candidates), *listed)}
-            specs = [parse_spec(spec) for spec in by_spec]
-            runner = Runner(pair, BenchmarkConfig(specs, request.prompts, MOST_REPEATS, request.sampling, request.chat))
-            for step in runner.steps():
-                self.observer.doing(f"really running {'' if step.spec is None else step.spec.written}")
-                if request.deadline.left < seconds:
-                    break
-            self.left_out |= {spec: error.message for spec, error in runner.results.failures.items()}
-            for found in method_results(runner.results):
-                if found.prompts and found.summary.new_tokens:
-                    each, speed = by_spec[found.spec.written], found.summary.tokens_per_second
-                    measured[each.name] = replace(each, measured=speed, speedup=found.speedup, low=found.low, high=found.high)
-            turns = counted(len(runner.results.complete_repeats()), "turn")
-            self.observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, {turns}")
-        if selected and not measured:
-            self.left_out["confirmation"] = f"{TIME_WAS_SHORT}: the figures are expected ones"
-        return [measured.get(each.name, each) for each in candidates]
+            used = len(runs.references())
+            prompts = [*self.request.prompts[used:], *self.request.prompts[:used]]  # new ones first
+            runs.run(listed, prompts, deadline, MOST_REPEATS)
+            self.left_out |= {spec: error.message for spec, error in runs.failures.items()}
+            turns = counted(len(runs.prompts(plain_of(candidates))), "prompt")
+            self.observer.done(f"{counted(len(listed), 'method')} and plain decoding really run, on {turns} in all")
+        found = [with_speed(each) for each in everything]
+        only_simulated = {each.written for each in selected} - set(runs.failures)
+        only_simulated &= {each.written for each in found if each.measured is None}
+        if only_simulated:
+            names = ", ".join(each.name for each in selected if each.written in only_simulated)
+            self.left_out["confirmation"] = f"{TIME_WAS_SHORT}; only simulated: {names}"
+            seconds = self._seconds_of(len(only_simulated), runs) / (1 - TRIAL)
+            self.missing_seconds += max(0.0, seconds - max(0.0, deadline.left))
+        return one_of_each(found)
 
-    def _affordable(self, candidates: Sequence[Candidate], selected: Sequence[Candidate]) -> tuple[Sequence[Candidate], float]:
-        """Returns the first of the `selected` candidates that the remaining time is enough for, and the seconds of one run.
+    def _runs_with(self, pair: Pair) -> RealRuns:
+        """Returns the real runs so far if they were made with this pair, else new ones."""
+        if self._runs is not None and self._runs.pair is pair:
+            return self._runs
+        self._later_runs = RealRuns(pair, self.request, self.observer, self._speed)
+        return self._later_runs
 
-        Each can run on `FEWEST_PROMPTS` prompts, after one warm-up.
-        """
-        for count in range(len(selected), 0, -1):
-            slowest = min(each.predicted for each in (plain_of(candidates), *selected[:count]))
-            seconds = MARGIN * self.request.sampling.max_new_tokens / slowest
-            if self.request.deadline.left >= (1 + FEWEST_PROMPTS) * (count + 1) * seconds:
-                return selected[:count], seconds
-        return [], 0.0
+    def _selected(self, known: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the most promising candidates to run, by their measured or expected speeds, and the default method in any case
+        if it has not run."""
+        named, plain = self.request.names or (), plain_of(known)
+        usable = [each for each in known if each.name != PLAIN and (each.lossless or each.name in named)]
+        usable = [each for each in usable if each.written not in self.left_out]
+        speeds = {each.written: (each.speedup * plain.predicted if each.speedup else each.predicted) for each in usable}
+        found = shortlist([replace(each, predicted=speeds[each.written]) for each in usable])
+        default = [each for each in usable if each.name == methods.DEFAULT_METHOD and each.measured is None]
+        first = [each for each in default if each.written not in {other.written for other in found}]
+        return [*first, *found][:SHORTLIST_SIZE]
+
+    def _affordable(self, selected: Sequence[Candidate], runs: RealRuns) -> Sequence[Candidate]:
+        """Returns the first of the `selected` candidates that the remaining time is enough for."""
+        left = self.request.deadline.left
+        fitting = (count for count in range(len(selected), 0, -1) if self._seconds_of(count, runs) <= left)
+        return selected[: next(fitting, 0)]
+
+    def _seconds_of(self, count: int, runs: RealRuns) -> float:
+        """Returns the seconds of plain decoding and so many other methods on `FEWEST_PROMPTS` prompts, after a warm-up."""
+        return (count + 1) * (MARGIN * self._speed.seconds(WARM_UP_TOKENS) + FEWEST_PROMPTS * runs.run_seconds)
+
+
+def one_of_each(found: Sequence[Candidate]) -> list[Candidate]:
+    """Returns one of the candidates of each method, by expected speed, fastest first.
+
+    It is the first one of the method, or another one if that is the fastest lossless one of all that ran.
+    """
+    ran = [each for each in found if each.speedup is not None and each.lossless and each.name != PLAIN]
+    fastest = max(ran, key=lambda each: each.low or each.speedup or 0.0, default=None)
+    first: dict[str, Candidate] = {}
+    for each in found:
+        if each is fastest or each.name not in first:
+            first[each.name] = each
+    return sorted(first.values(), key=lambda each: -each.predicted)
 
 
 def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
     """Returns (method, settings): the first settings of every method, then the second of every lossless method, and so on.
 
-    Further settings of lossy methods come last.
+    Further settings of lossy methods come last. Plain decoding comes first, then methods that run no model, then the likeliest.
     """
-    numbered = [(number, name, settings) for name, tried in grids.items() for number, settings in enumerate(tried)]
+    order = list(dict.fromkeys([PLAIN, *methods.USUAL, *METHODS]))
+    names = sorted(grids, key=lambda name: (METHODS[name].runs_model, order.index(name)))
+    numbered = [(number, name, settings) for name in names for number, settings in enumerate(grids[name])]
     numbered.sort(key=lambda each: (each[0] > 0 and not METHODS[each[1]].lossless, each[0]))  # stable
     return [(name, settings) for _, name, settings in numbered]
 
 
-def _expected(simulator: Simulator, name: str, settings: GivenSettings, numbers: Sequence[int] | None = None) -> Candidate:
+def _defaults(name: str) -> GivenSettings:
+    """Returns the method's default settings, written as in its grid if they are in it."""
+    first = grid(name)[0] if name in SIMPLE or name in SEARCHED else {}
+    return {} if distance_from_defaults(name, first) else first
+
+
+def _expected(
+    simulator: Simulator,
+    name: str,
+    settings: GivenSettings,
+    numbers: Sequence[int] | None = None,
+    goes_on: Callable[[Figures], bool] = lambda _: True,
+) -> Candidate:
     """Simulates the method on the prompts with these `numbers` (None: all) and returns it with its expected speed."""
-    found = simulator.run(name, settings, numbers)
+    found = simulator.run(name, settings, numbers, goes_on=goes_on)
     return Candidate(name, settings, found.tokens_per_second or 0.0, perplexity=found.perplexity)
 
 
@@ -432,14 +601,16 @@ def _token_seconds(references: Sequence[ReferenceOutput]) -> float:
 
 
 def outcome_of(
-    simulator: Simulator,
+    simulator: Simulator | None,
     candidates: Sequence[Candidate],
     request: TuningRequest,
     left_out: Mapping[str, str],
     acceptance: float | None = None,
 ) -> TuningOutcome:
     """Returns the tuning's outcome: the candidates, and what explains their speeds. That is the measured costs of rounds and
-    `acceptance`, the share of drafted tokens that the target accepts."""
+    `acceptance`, the share of drafted tokens that the target accepts. `simulator` None: nothing was simulated."""
+    if simulator is None:
+        return TuningOutcome(candidates, request.sampling, 1, {}, left_out=left_out)
     model, costs = None, simulator.costs
     draft = costs.get("model", costs.get("exit"))
     if draft is not None:

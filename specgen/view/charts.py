@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from specgen.base.text import counted
+from specgen.base.text import counted, significant
 from specgen.base.types import Round
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
@@ -123,7 +123,9 @@ def time_chart(summary: Figures) -> Chart:
     _, names, shares = zip(*time_shares(summary), strict=True)
     numbers = [f"{share:>4.0%}" for share in shares]
     series = [Series("share", "", shares)]
-    return Chart("times", "Where the time went", f"{summary.seconds:.3g} s", series=series, labels=names, numbers=numbers)
+    return Chart(
+        "times", "Where the time went", f"{significant(summary.seconds)} s", series=series, labels=names, numbers=numbers
+    )
 
 
 def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from specgen.base.text import one_line
+from specgen.base.text import one_line, significant
 from specgen.base.types import PHASES
 from specgen.compare.results import MethodResult, ranked
 from specgen.compare.verdict import OUTCOMES, outcome_text
@@ -72,6 +72,10 @@ def _draft_length(row: Any) -> str:
     return f"{mean:.0f} nodes" if row.branches else f"{mean:.1f}"
 
 
+def _joules(key: str) -> Callable[[Any], str]:
+    return lambda row: significant(getattr(row.summary, key))
+
+
 def _interval(row: MethodResult) -> str:
     return f"{row.low:.2f}–{row.high:.2f}"
 
@@ -115,8 +119,15 @@ COLUMNS = (
     Column("speedup_low", "95%\ninterval", _interval, 4, value=attrgetter("low"), is_speed=True, is_interval=True),
     Column("speedup_high", value=attrgetter("high")),
     Column("perplexity", "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
-    Column("joules_per_token", "joules\na token", "{:.3g}", 6, "joules a token", is_optional=True),
-    Column("gross_joules_per_token", "with\nidle", "{:.3g}", 6, "joules a token with idle power", is_optional=True),
+    Column("joules_per_token", "joules\na token", _joules("joules_per_token"), 6, "joules a token", is_optional=True),
+    Column(
+        "gross_joules_per_token",
+        "with\nidle",
+        _joules("gross_joules_per_token"),
+        6,
+        "joules a token with idle power",
+        is_optional=True,
+    ),
     Column("energy", in_csv=False),
     Column("phase_seconds", value=_phases, in_csv=False),
     *(Column(f"{phase}_seconds", value=_phase(phase), in_json=False) for phase in PHASES),

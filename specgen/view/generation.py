@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.text import counted, inline, streamed
+from specgen.base.text import counted, inline, significant, streamed
 from specgen.base.types import Round, TokenStatus
 from specgen.pair.figures import Figures
 from specgen.view.theme import PIPED_WIDTH, ThemedConsole, one_line_text, wrapped
@@ -298,9 +298,9 @@ def footer(
         "speed": _figure("decoding {:,.1f} tokens/s", summary.decode_tokens_per_second),
         "prompt": _figure("prompt {:,.0f}/s", summary.prompt_tokens_per_second),
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
-        "energy": _figure(f"{{:.3g}} J/token above {idle:.3g} W idle", summary.joules_per_token),
+        "energy": _figure(f"{{}} J/token above {significant(idle)} W idle", summary.joules_per_token, 3),
         "accepted": _figure("{:.0%} accepted", rate),
-        "first": _figure("first token {:.2g} s", summary.first_token_seconds),
+        "first": _figure("first token {} s", summary.first_token_seconds, 2),
         "where": where,
         "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
         "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
@@ -318,6 +318,8 @@ def footer(
     return line
 
 
-def _figure(template: str, value: float | None) -> str:
-    """Returns the text of a figure, empty if it is not known."""
-    return "" if value is None else template.format(value)
+def _figure(template: str, value: float | None, digits: int | None = None) -> str:
+    """Returns the text of a figure, empty if it is not known. `digits` rounds it to so many significant ones."""
+    if value is None:
+        return ""
+    return template.format(value if digits is None else significant(value, digits))

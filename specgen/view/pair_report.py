@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.text import inline, one_line
+from specgen.base.text import counted, inline, one_line, significant
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
-from specgen.methods import METHODS, available_policies, known_settings
+from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, known_settings
 from specgen.methods.method import MTP, Method
 from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import PLAIN, TuningOutcome
@@ -275,7 +275,7 @@ def _size(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return f"{significant(1000 * seconds)} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 # a method
@@ -325,16 +325,25 @@ def method_card(console: Console, method: Method) -> None:
 # a tuning
 
 
-def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True) -> None:
+def show_tuning(
+    console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True, budget: float | None = None
+) -> None:
     """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed.
 
-    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
+    `is_default`: the profile is in the folder where other commands look for it without `--profile`. `budget` is the time that the
+    tuning was given (seconds), None if there is no use in advising a larger one.
     """
     width = theme.width(console)
     headline, details = _verdict(outcome)
+    details.append(("ran", _ran(outcome)))
+    if outcome.simulated:
+        details.append(("simulated", f"{counted(outcome.simulated, 'setting')}; their speeds are expected ones"))
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", f"{names}: {reason}"))
+    if outcome.missing_seconds > 0 and budget is not None:
+        needed = 10 * math.ceil((budget + outcome.missing_seconds) / 10)
+        details.append(("would help", f"--budget {needed}, for what was left out for lack of time"))
     pair = outcome.pair
     if pair is not None and pair.draft is not None and pair.found and METHODS[outcome.chosen.name].uses_draft_model:
         details.append(("drafted by", one_line(pair.draft.name)))
@@ -348,6 +357,15 @@ def show_tuning(console: Console, outcome: TuningOutcome, path: Path | None, *, 
         shown += labelled(Text(label, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     for line in shown:
         console.print(line, soft_wrap=True)
+
+
+def _ran(outcome: TuningOutcome) -> str:
+    """Returns in words what was really run, such as `ar, adaptive: 12 runs of up to 24 tokens`."""
+    names = [each.name for each in outcome.methods if each.measured is not None]
+    if not names:
+        return "a few tokens of plain decoding"
+    tokens = counted(outcome.sampling.max_new_tokens, "token")
+    return f"{', '.join(names)}: {counted(outcome.real_runs, 'run')} of up to {tokens}"
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
@@ -369,26 +387,41 @@ def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
     best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
+    use = _use(outcome)
+    if outcome.verdict == "no time":
+        return f"Not enough time to tell what is fastest here: {use}.", _reasons(outcome)
     if best.name == PLAIN:
-        return "No method that keeps the output was tuned. So generate decodes plainly.", []
+        return f"No method that keeps the output was tuned. So {use}.", []
     interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
     found = f"{best.written}: {speedup} plain decoding{interval}"
     why = _reasons(outcome)
+    promising = outcome.promising
+    expected = "" if promising is None else f"{promising.written}: {outcome.speedup_of(promising):.2f}× expected"
     if outcome.verdict == "unconfirmed":
-        use = "generate decodes plainly" if outcome.chosen.name == PLAIN else f"generate uses {best.name}"
-        headline = f"Not confirmed by real runs: {speedup} expected with {best.name}. Until then {use}."
-        return headline, [("best found", f"{found}, expected"), *why, ("would help", "a larger --budget")]
+        if promising is None:
+            headline = f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
+            return headline, [("best found", found), *why]
+        gain = f"{outcome.speedup_of(promising):.2f}× expected with {promising.name}"
+        headline = f"Not confirmed by real runs: {gain}. Until then {use}."
+        return headline, [("best found", expected), ("best run", found), *why]
     if outcome.verdict == "pays":
-        return f"Speculation pays here: {speedup} with {best.name}.", [("best", f"{found}, the same output"), *why]
+        more = [("not confirmed", expected)] if expected else []
+        return f"Speculation pays here: {speedup} with {best.name}.", [("best", f"{found}, the same output"), *why, *more]
     if outcome.verdict == "unclear":
-        headline = f"No clear gain here: {speedup} at best{interval}. So generate decodes plainly."
+        headline = f"No clear gain here: {speedup} at best{interval}. So {use}."
         return headline, [*why, ("would tell", f"specgen compare --methods {best.written} --repeats 10")]
-    headline = f"Speculation does not pay here: {speedup} at best. So generate decodes plainly for this pair."
-    return headline, [
-        ("best found", found),
-        *why,
-        ("would help", "a draft model that is smaller, or closer to the target: --draft MODEL"),
-    ]
+    draft = "a draft model that is smaller, or closer to the target: --draft MODEL"
+    if outcome.speedup_model is None:
+        draft = "a draft model: --draft MODEL, or a head: --head FOLDER"
+    headline = f"Speculation does not pay here: {speedup} at best. So {use}."
+    return headline, [("best found", found), *why, ("would help", draft)]
+
+
+def _use(outcome: TuningOutcome) -> str:
+    chosen = outcome.chosen
+    if chosen.name == PLAIN:
+        return "generate decodes plainly for this pair"
+    return f"generate uses {chosen.name}{', the default,' if chosen.name == DEFAULT_METHOD else ''} for this pair"
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
