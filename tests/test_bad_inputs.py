@@ -270,7 +270,7 @@ def generation(words: str, **values: Any) -> Row:
     return model(changed_config("generation_config.json", **values), words)
 
 
-GGUF = "specgen tune --export llama.cpp"
+GGUF = "Name the GGUF file itself"
 TEMPLATE, NATIVE = "chat_template.jinja", "-m ar -n 3 --backend native"
 TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
@@ -315,9 +315,9 @@ MODELS = [
             ({"quant_method": "gguf"}, GGUF),
         )
     ),
-    generate("-t {file}", GGUF, name="model.gguf", content=b"GGUF"),
-    model(lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), GGUF),
-    generate("-t {places}", GGUF, name="model.gguf", content=b"GGUF"),
+    generate("-t {file}", "model.gguf", "the file ends within its header", name="model.gguf", content=b"GGUF"),
+    model(lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"), "model.gguf: it is no GGUF file"),
+    generate("-t {places}", "model.gguf", "the file ends within its header", name="model.gguf", content=b"GGUF"),
     model(changed_config(num_hidden_layers=2**64), "has a num_hidden_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(text_config={"num_layers": 2**64}), "has a num_layers above 4,096", options=TRANSFORMERS),
     model(changed_config(sliding_window="x"), "forward passes after a rollback fail (", options=TRANSFORMERS),

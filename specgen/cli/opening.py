@@ -93,6 +93,8 @@ def _notes(pair: Pair) -> list[str]:
     doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
     if pair.draft is not None and pair.draft.warning is not None:
         doubts.append(pair.draft.warning)
+    tokenizers = [model.tokenizer for model in (pair.target, pair.draft) if model is not None]
+    doubts += [tokenizer.warning for tokenizer in tokenizers if tokenizer.warning is not None]
     notes = [f"warning: {doubt}" for doubt in doubts]
     if pair.target.warning:
         notes.append(pair.target.warning)

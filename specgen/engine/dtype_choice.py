@@ -16,6 +16,7 @@ from specgen.base import machine
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
+from specgen.engine.gguf.file import is_gguf
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.products import quantised_bytes, refusal, rows_are_independent
@@ -107,10 +108,10 @@ def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = Fa
 def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> DtypeChoice:
     """Returns the dtype named `name` to run a model in. `auto` is float32 on a CPU, and elsewhere the dtype of the weights.
 
-    On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's memory in float32; the choice's
-    `warning` says so. If a checkpoint is quantised, its quantised weights stay as they are stored: the dtype is that of the other
-    weights and of the computation. Raises SpecgenError for an unknown name, and if weights are quantised in a format that cannot
-    be loaded here.
+    On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's memory in float32, and bfloat16
+    for a quantised GGUF file; the choice's `warning` says so. If a checkpoint is quantised, its quantised weights stay as they
+    are stored: the dtype is that of the other weights and of the computation. (Those of a GGUF file are converted.) Raises
+    SpecgenError for an unknown name, and if weights are quantised in a format that cannot be loaded here.
     """
     dequantises = model.dequantises_on(device)
     if name == "int8":
@@ -122,32 +123,46 @@ def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> Dtype
     own = _own(model)
     if model.quantisation is not None and not dequantises:
         return DtypeChoice(own, "the dtype of its weights that are not quantised")
-    if device.type != "cpu" or own == torch.float32:
+    narrow = _narrow(model)
+    if device.type != "cpu" or narrow is None:
         return DtypeChoice(own, "the dtype of its weights")
-    return _on_cpu(own, model)
+    return _on_cpu(narrow, model)
 
 
 def check_room(model: PreparedModel, device: torch.device, choice: DtypeChoice) -> None:
-    """Raises RunError if 16-bit weights that are widened to float32 on a CPU do not fit into its free memory.
+    """Raises RunError if 16-bit or quantised weights that are widened to float32 on a CPU do not fit into its free memory.
 
     They are not loaded as they are stored instead: with another dtype, the same command would give another text.
     """
-    own = _own(model)
-    if device.type != "cpu" or choice.dtype != torch.float32 or own == torch.float32 or choice.quantise is not None:
+    narrow = _narrow(model)
+    if device.type != "cpu" or choice.dtype != torch.float32 or narrow is None or choice.quantise is not None:
         return
     needed = _float32_bytes(model)
     free = free_memory(device)
     if free is not None and needed > free:
         problem = f"{model.name} takes {_gib(needed)} of memory in float32, and {_gib(free)} are free"
-        raise RunError(problem, f"Close other programs, or take --dtype {_name(own)}, which may give another text")
+        raise RunError(problem, f"Close other programs, or take --dtype {_name(narrow)}, which may give another text")
 
 
 def _own(model: PreparedModel) -> torch.dtype:
     return DTYPES.get(str(model.shape.dtype), torch.float32)
 
 
-def _on_cpu(own: torch.dtype, model: PreparedModel) -> DtypeChoice:
-    """Returns float32 for a model with weights in the 16-bit dtype `own`; `own` if they take too much memory in float32.
+def _narrow(model: PreparedModel) -> torch.dtype | None:
+    """Returns the 16-bit dtype of a model that is stored in fewer bits than float32 has; None for one that is stored in
+    float32."""
+    own = _own(model)
+    if own != torch.float32:
+        return own
+    return torch.bfloat16 if is_gguf(model.folder) and not _is_stored_in_floats(model) else None
+
+
+def _is_stored_in_floats(model: PreparedModel) -> bool:
+    return all(kind in _STORED_FLOATS for _, kind in stored_tensors(model.folder).values())
+
+
+def _on_cpu(narrow: torch.dtype, model: PreparedModel) -> DtypeChoice:
+    """Returns float32 for a model of the 16-bit dtype `narrow`; `narrow` if its weights take too much memory in float32.
 
     What counts is all memory of the machine, because the memory that is free differs from start to start.
     """
@@ -156,8 +171,9 @@ def _on_cpu(own: torch.dtype, model: PreparedModel) -> DtypeChoice:
     if total is None or needed <= _SHARE_OF_MEMORY * total:
         return DtypeChoice(torch.float32, "the dtype of all models on a CPU")
     memory = f"{_gib(needed)} of this machine's {_gib(total)} of memory"
-    warning = f"{model.name} runs in {_name(own)}, as it is stored: in float32 it would take {memory}"
-    return DtypeChoice(own, "in float32 the weights would take too much memory", warning=warning)
+    stored = ", as it is stored" if _is_stored_in_floats(model) else ""
+    warning = f"{model.name} runs in {_name(narrow)}{stored}: in float32 it would take {memory}"
+    return DtypeChoice(narrow, "in float32 the weights would take too much memory", warning=warning)
 
 
 def _float32_bytes(model: PreparedModel) -> int:

@@ -17,16 +17,16 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.gguf.naming import choose_gguf, gguf_in_folder, has_safetensors, split_selector
 
-GGUF_HINT = "llama.cpp runs GGUF files: specgen tune --export llama.cpp prints its options. Here, name the safetensors model"
+GGUF_HINT = "Name the GGUF file itself: -t FOLDER/FILE.gguf"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
 IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
 
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
-    """Returns what `model_path` does. Raises SpecgenError for a GGUF model too."""
+    """Returns what `model_path` does, for what is no model but a head. Raises SpecgenError for a GGUF file too."""
     path = model_path(name, revision, offline, remote_code, announce)
     if path.is_file():
-        raise SpecgenError(f"{name} is a GGUF model, which specgen does not run", GGUF_HINT)
+        raise SpecgenError(f"{name} is a GGUF file, and heads are read from safetensors", "Name the folder of a head")
     return path
 
 

@@ -22,7 +22,8 @@ from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name, inference
-from specgen.engine.hub import GGUF_HINT, model_folder
+from specgen.engine.gguf.file import is_gguf
+from specgen.engine.hub import GGUF_HINT, model_path
 from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
@@ -74,6 +75,7 @@ class ModelSource:
 @dataclass(frozen=True)
 class PreparedModel:
     """What a model's files in `folder` say, without its weights. `raw` is the content of config.json, `shape` the model's sizes.
+    `folder` may also be a GGUF file.
 
     If there is an `architecture`, the native decoder runs the model. If it is None, transformers runs the model, with
     `transformers_config`, and `fallback` says why: a field that the native decoder does not know, or the user's choice.
@@ -173,7 +175,7 @@ def prepare(source: ModelSource, announce: Callable[[str], None]) -> PreparedMod
     Raises SpecgenError if the model does not exist, is no decoder-only model, or cannot run on the backend that the source names.
     """
     announce(f"looking for {source.name}")
-    folder = model_folder(source.location, source.revision, source.offline, source.trust_remote_code, announce)
+    folder = model_path(source.location, source.revision, source.offline, source.trust_remote_code, announce)
     prepared = describe(folder, source)
     limit = prepared.shape.context_limit
     if source.context is not None and not 2 <= source.context <= limit:
@@ -226,7 +228,7 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
         problem = f"the config.json of {name} has a quantization_config that is no JSON object: {shorten(repr(settings), 40)}"
         raise SpecgenError(problem, "Download or save it again")
     if settings is not None and settings.get("quant_method") == "gguf":
-        raise SpecgenError(f"{name} is a GGUF model, which specgen does not run", GGUF_HINT)
+        raise SpecgenError(f"{name} has a config.json that was made from a GGUF file", GGUF_HINT)
     return settings
 
 
@@ -423,7 +425,7 @@ def load_weights(
 
 def check_weight_files(folder: Path, name: str) -> None:
     """Raises SpecgenError if there are no safetensors weights in `folder`; `name` is the model's, for the message."""
-    if any(folder.glob("*.safetensors")):
+    if is_gguf(folder) or any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.safetensors.index.json")):
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")

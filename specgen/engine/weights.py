@@ -1,4 +1,4 @@
-"""Reads safetensors files: single tensors of a model, a trained head or an exit layer, sizes, and fingerprints.
+"""Reads safetensors and GGUF files: single tensors of a model, a trained head or an exit layer, sizes, and fingerprints.
 
 Only what is used is read. A fingerprint is a short hash that identifies weights by a few hundred bytes of each tensor.
 
@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from specgen.base.errors import SpecgenError
 from specgen.base.text import one_line, shown
+from specgen.engine.gguf.file import gguf_fingerprint, is_gguf, open_gguf
+from specgen.engine.gguf.tensors import GgufTensors
 
 Shape = tuple[int, ...]
 
@@ -64,7 +66,8 @@ def bias_of(weight: str) -> str:
 
 
 class WeightFiles:
-    """The tensors at `path` by name: of a file, or of a folder with the file `single` or an index of several files.
+    """The tensors at `path` by name: of a safetensors or GGUF file, or of a folder with the file `single` or an index of several
+    files.
 
     `owner` is what messages call the model or head. `name_of` turns a tensor's name in the files (its key) into the name by which
     it is known here, or into None, which leaves it out. `device` is where tensors are put. Only headers are read before `take` is
@@ -82,6 +85,7 @@ class WeightFiles:
     ) -> None:
         self.owner = owner
         self._open: dict[Path, Any] = {}
+        self._is_gguf = is_gguf(path)
         self.use_device(device or torch.device("cpu"))
         with reading_weights(owner):
             self._paths = files_of_keys(path, single)
@@ -148,7 +152,7 @@ class WeightFiles:
         self._check_dtype(name, tensor.dtype)
         if self._device.type != "cpu":
             return tensor.to(self._device)
-        return tensor.clone() if self.are_copied else tensor
+        return tensor.clone() if self.are_copied and not self._is_gguf else tensor
 
     def take_integers(self, name: str) -> torch.Tensor:
         """Returns a vector of integers or booleans as int64 on the CPU. Raises SpecgenError if the tensor is something else."""
@@ -181,8 +185,9 @@ class WeightFiles:
 
     @property
     def are_copied(self) -> bool:
-        """Whether tensors are copies instead of views of the mapped files: always on an accelerator, and of small files."""
-        return self._device.type != "cpu" or self.bytes < _COPIED_BYTES
+        """Whether tensors are copies instead of views of the mapped files: always on an accelerator, of GGUF files, and of small
+        files."""
+        return self._device.type != "cpu" or self._is_gguf or self.bytes < _COPIED_BYTES
 
     def use_device(self, device: torch.device) -> None:
         """Puts tensors on `device` from now on. Closes the files."""
@@ -198,7 +203,9 @@ class WeightFiles:
         return self._file(self._paths[self._keys[name]]).get_slice(self._keys[name])
 
     def _file(self, path: Path) -> Any:
-        if path not in self._open:
+        if path not in self._open and self._is_gguf:
+            self._open[path] = GgufTensors(path, self.owner)
+        elif path not in self._open:
             self._open[path] = safe_open(path, framework="pt", device=self._opened_on)
         return self._open[path]
 
@@ -220,6 +227,8 @@ def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:
     the errors of damaged files.
     """
     file = path if path.is_file() else path / single
+    if is_gguf(file):
+        return dict.fromkeys(GgufTensors(file, str(file)).keys(), file)
     if file.is_file():
         with safe_open(file, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), file)
@@ -272,10 +281,13 @@ def check_no_extra(keys: Iterable[str], owner: str, layers: int, prediction_laye
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
-    """Returns each tensor in a model's files by name: its shape, and its dtype by safetensors' name (such as BF16).
+    """Returns each tensor in a model's files by name: its shape, and its dtype by safetensors' name (such as BF16), or the type
+    by GGUF's.
 
-    Raises SpecgenError for an unreadable file.
+    `folder` may be a GGUF file. Raises SpecgenError for an unreadable file.
     """
+    if is_gguf(folder):
+        return GgufTensors(folder, str(folder)).shapes_and_types()
     found: dict[str, tuple[list[int], str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with reading_weights(str(path)), path.open("rb") as file:
@@ -284,16 +296,24 @@ def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that identify the safetensors weights in `folder`.
+    """Returns 16 hexadecimal digits that identify the safetensors weights in `folder`, or the GGUF file that it is.
 
     They are a hash of each tensor's name, dtype, shape and some of its bytes. They do not depend on the machine, nor on how the
     tensors are distributed over files. Raises SpecgenError for an unreadable file.
     """
+    if is_gguf(folder):
+        return gguf_fingerprint(open_gguf(folder, str(folder)))
     digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
         with reading_weights(str(path)), path.open("rb") as file:
             digests += _digests(file)
     return _combined(digests)
+
+
+def bytes_of_weights(folder: Path) -> int:
+    """Returns the size of the safetensors files in `folder`, or of the GGUF file that it is, with all its parts."""
+    paths = open_gguf(folder, str(folder)).paths if is_gguf(folder) else folder.glob("*.safetensors")
+    return sum(path.stat().st_size for path in paths)
 
 
 def file_fingerprint(file: BinaryIO) -> str:

@@ -27,6 +27,7 @@ from specgen.engine.native.native_model import open_model
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.tokenizer import has_tokenizer, load_tokenizer
 from specgen.engine.text.translation import LEAST_SHARED, same_tokens
+from specgen.engine.weights import bytes_of_weights
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
 from specgen.pair.found_cache import keep_search, read_search, search_state
 from specgen.pair.parts import PartStore
@@ -118,7 +119,7 @@ def search(target: PreparedModel) -> Search:
     """Looks for what can draft for the target. Something that cannot be read is not found, and never an error."""
     store = PartStore(unloaded(target))
     own = []
-    size = _bytes(target.folder)
+    size = bytes_of_weights(target.folder)
     for kind in HEADS:
         if (part := store.find(kind)) is not None:
             own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
@@ -232,10 +233,6 @@ def _time(folder: Path) -> float:
         return 0.0
 
 
-def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
 def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, int]) -> Found | None:
     """Returns what the folder's files show about it as a drafter for the target; None if it cannot be one.
 
@@ -244,7 +241,7 @@ def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, in
     """
     target_bytes, tokens = sizes
     with suppress(Exception):
-        own_bytes = _bytes(folder)
+        own_bytes = bytes_of_weights(folder)
         if not 0 < own_bytes <= LARGEST_DRAFT * target_bytes:
             return None
         config = read_config(folder, name)
@@ -288,7 +285,7 @@ def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name
     figures: Mapping[str, Any] = {} if part.description is None else part.description.figures
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     shares = [greedy] if isinstance(greedy, float) else greedy
-    acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, _bytes(part.path) / size
+    acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, bytes_of_weights(part.path) / size
     if part.kind == MTP and part.path == target.folder:
         cost = 1 / target.shape.num_layers
     why += ", measured in training" if shares else ""

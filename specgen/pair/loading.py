@@ -19,7 +19,7 @@ from specgen.base.text import one_line
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.dtype_choice import as_chosen, check_room, choose_draft_dtype, choose_dtypes
-from specgen.engine.hub import head_folder, model_folder
+from specgen.engine.hub import head_folder, model_path
 from specgen.engine.model_loading import (
     LoadedModel,
     Loader,
@@ -118,7 +118,7 @@ def load(
 def assistant_folder(draft: ModelSource, announce: Callable[[str], None]) -> Path | None:
     """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its target; None: it is none."""
     given = draft.location, draft.revision, draft.offline, draft.trust_remote_code
-    folder = model_folder(*given, announce)
+    folder = model_path(*given, announce)
     return folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
 
 

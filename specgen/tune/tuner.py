@@ -23,6 +23,7 @@ from specgen.base.text import counted, significant
 from specgen.compare.results import BenchmarkConfig
 from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
+from specgen.engine.weights import bytes_of_weights
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.methods.method import HEADS
@@ -128,7 +129,7 @@ def worth_rounding(pair: Pair) -> bool:
     """Whether the draft model is so large that its passes may be bound by reading its weights."""
     if pair.draft is None or pair.draft.refusal is not None:  # no tuned method runs one whose tokens cannot be translated
         return False
-    return sum(path.stat().st_size for path in pair.draft.folder.glob("*.safetensors")) >= LEAST_BYTES
+    return bytes_of_weights(pair.draft.folder) >= LEAST_BYTES
 
 
 class Tuner:

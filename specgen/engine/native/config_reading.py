@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.gguf.config import gguf_config
+from specgen.engine.gguf.file import open_gguf
 from specgen.engine.hub import GGUF_HINT
 from specgen.engine.native.architecture import Activation, Architecture, Changes, Fields, LayerKind, UnsupportedConfig
 from specgen.engine.native.families import FAMILIES, Family
@@ -43,10 +45,15 @@ _OUTER = "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype"
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """Returns the contents of config.json in a model's folder. `name` is what messages call the model.
+    """Returns the contents of config.json in a model's folder, or what a GGUF file says in its place. `name` is what messages
+    call the model.
 
     Raises SpecgenError if the file is missing or damaged.
     """
+    if folder.is_file():
+        config = gguf_config(open_gguf(folder, name), name)
+        _check_sizes(config, name)
+        return config
     path = folder / "config.json"
     if not path.is_file():
         hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
@@ -58,6 +65,11 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         raise SpecgenError(f"cannot read the configuration of {name}: {reason}", "Download or save it again") from error
     if not isinstance(config, dict):
         raise SpecgenError(f"cannot read the configuration of {name}: it is no JSON object", "Download or save it again")
+    _check_sizes(config, name)
+    return config
+
+
+def _check_sizes(config: Mapping[str, Any], name: str) -> None:
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         for key in _SIZES:  # transformers would build such a model, or try to
@@ -65,7 +77,6 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
             if isinstance(value := part.get(key), int) and not 1 <= value <= most:
                 problem = f"above {most:,}" if value > most else f"of {value}"
                 raise SpecgenError(f"{name} has a {key} {problem}", "Correct its config.json, or download it again")
-    return config
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.tokenizer_files import FILES, TokenizerFiles, keep, parse, read_files
+from specgen.engine.gguf.file import is_gguf
+from specgen.engine.text.tokenizer_files import FILES, TokenizerFiles, keep, parse, read_files, read_gguf_tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
@@ -29,7 +30,7 @@ class Tokenizer:
     `pipeline` is the object of the `tokenizers` library that does it; None if there is none, or if it is inside a class of the
     model's own code. `special_tokens` maps names such as bos_token to tokens; they are variables of the chat template. `digest`
     is equal only for tokenizers with the same vocabulary and the same tokenizing steps; None: not known. `fallback` says why
-    transformers' tokenizer is used; None: the `tokenizers` library is used alone.
+    transformers' tokenizer is used; None: the `tokenizers` library is used alone. `warning` is a sentence for the user, or None.
     """
 
     encode_with: Callable[[str, bool], list[int]]
@@ -41,6 +42,7 @@ class Tokenizer:
     digest: str | None = None
     fallback: str | None = None
     template: str | Mapping[str, str] | None = None
+    warning: str | None = None
 
     def __post_init__(self) -> None:
         self._texts: dict[int, str] = {}
@@ -139,12 +141,15 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model") -> Tokenizer:
-    """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer.
+    """Loads the tokenizer and the chat template of the model in `folder`, with the results of transformers' AutoTokenizer, or
+    those of the GGUF file that it is.
 
     transformers is imported only if its result is not in the folder of caches yet (see `tokenizer_files`), or if its tokenizer
     does more than the `tokenizers` library, as `Tokenizer.fallback` then says. `config` is the parsed config.json. `name` is what
     messages call the model. Raises SpecgenError for files that transformers cannot read either.
     """
+    if is_gguf(folder):
+        return _native(read_gguf_tokenizer(folder, name))
     found = read_files(folder, config)
     if found is not None:
         return _native(found)
@@ -178,6 +183,7 @@ def _native(files: TokenizerFiles) -> Tokenizer:
         pipeline,
         files.digest,
         template=files.template,
+        warning=files.warning,
     )
 
 

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from tokenizers import Tokenizer as Pipeline
 
+from specgen.base.errors import SpecgenError
 from specgen.base.files import cache_folder, write_whole
+from specgen.engine.gguf.file import open_gguf
+from specgen.engine.gguf.tokenizer import read_tokenizer
 
 # The files with the vocabularies of tokenizers of all kinds.
 FILES = "tokenizer.json", "*.model", "*vocab*", "merges.txt", "tekken.json", "*.tiktoken"
@@ -35,12 +39,14 @@ class TokenizerFiles:
     template.
 
     `template` is one template, templates by name, or None. `digest` is the same for two tokenizers with the same definition.
+    `warning` is a sentence for the user, or None.
     """
 
     pipeline: Pipeline
     digest: str
     special_tokens: Mapping[str, str]
     template: str | Mapping[str, str] | None
+    warning: str | None = None
 
 
 def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles | None:
@@ -49,6 +55,20 @@ def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles | None
         return _read_plain(folder, config) or _read_kept(_key_file(folder))
     except Exception:  # noqa: BLE001  missing or damaged: transformers reads the files, or reports them
         return None
+
+
+def read_gguf_tokenizer(path: Path, name: str) -> TokenizerFiles:
+    """Returns the tokenizer that a GGUF file describes; messages call the model `name`.
+
+    Raises SpecgenError for a kind of tokenizer that is not supported, and for a vocabulary that does not fit together.
+    """
+    found = read_tokenizer(open_gguf(path, name), name)
+    try:
+        pipeline, digest = parse(json.dumps(found.description, ensure_ascii=False).encode())
+    except Exception as error:  # the tokenizers library raises plain Exception
+        reason = shorten(" ".join(str(error).split()), 120, placeholder=" …")
+        raise SpecgenError(f"{name} has a tokenizer that cannot be used: {reason}", "Take another file of this model") from error
+    return TokenizerFiles(pipeline, digest, found.special_tokens, found.template, found.warning)
 
 
 def keep(folder: Path, files: TokenizerFiles) -> None:

@@ -1,4 +1,4 @@
-"""Reads configs and loads models with transformers, also quantised ones, and onto several devices.
+"""Reads configs and loads models with transformers, also quantised ones, GGUF files, and onto several devices.
 
 `prepared` is a `model_loading.PreparedModel`, which cannot be imported here.
 """
@@ -15,12 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import is_accelerate_available
 
 from specgen.base.errors import SpecgenError
+from specgen.base.text import shown
 from specgen.base.types import Context
 from specgen.engine.devices import inference
+from specgen.engine.gguf.config import ARCHITECTURES, gguf_config
+from specgen.engine.gguf.file import GgufFile, is_gguf, open_gguf
+from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.transformers.quiet import quiet_transformers, reading
@@ -29,12 +34,15 @@ from specgen.engine.weights import AGAIN, check_no_extra, missing_tensors, store
 
 
 def read_transformers_config(folder: Path, name: str, trust_remote_code: bool) -> Any:
-    """Returns transformers' config of the model in `folder`; `name` is used in messages.
+    """Returns transformers' config of the model in `folder`, or of the GGUF file that it is; `name` is used in messages.
 
     Raises SpecgenError if it cannot be read, or belongs to no decoder-only model.
     """
+    source: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+    if is_gguf(folder):
+        source = _gguf_source(folder, name)
     with reading("configuration", name):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = source.get("config") or AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise SpecgenError(f"{name} ({config.model_type}) is an encoder-decoder", "Take a decoder-only language model")
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", True):
@@ -50,6 +58,32 @@ def read_shape(config: Any, name: str) -> ModelShape:
     """Returns the sizes in a transformers config. Raises SpecgenError where it lacks those of a language model."""
     with reading("configuration", name):
         return of_transformers(config)
+
+
+def _gguf_source(path: Path, name: str) -> dict[str, Any]:
+    """Returns what transformers' `from_pretrained` gets for a GGUF file, without weights.
+
+    Files of the native decoder's families are read by our own code, as transformers knows few architectures. Raises SpecgenError
+    if transformers has to read the file and cannot.
+    """
+    opened = open_gguf(path, name)
+    raw = gguf_config(opened, name)
+    architecture = opened.metadata["general.architecture"]
+    if architecture in ARCHITECTURES:
+        with reading("configuration", name):
+            return {"pretrained_model_name_or_path": None, "config": CONFIG_MAPPING[raw["model_type"]](**raw)}
+    _check_for_transformers(opened, name)
+    return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+
+
+def _check_for_transformers(opened: GgufFile, name: str) -> None:
+    """Raises SpecgenError if transformers cannot read a GGUF file because of its parts or for lack of a package."""
+    what = f"{name} is a GGUF file of the architecture {shown(opened.metadata['general.architecture'], 40)}"
+    if any(find_spec(package) is None for package in ("accelerate", "gguf")):
+        raise SpecgenError(f"{what}, which only transformers runs, with two more packages", 'pip install -e ".[gguf]"')
+    if len(opened.paths) > 1:
+        problem = f"{what}, which only transformers runs, and not in several parts"
+        raise SpecgenError(problem, "Join them: llama-gguf-split --merge")
 
 
 def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: str) -> bool:
@@ -108,13 +142,20 @@ def load_module(
     if prepared.quantisation is not None:  # which may be in the text part of its config.json
         options["config"] = config
         config.quantization_config = dict(prepared.quantisation)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": prepared.folder, "use_safetensors": True}
+    if is_gguf(prepared.folder):
+        source = _gguf_source(prepared.folder, name)
     if layer_devices is not None:
         options["device_map"] = module_devices(model_without_weights(config, trust), name, layer_devices)
     with reading("weights", name):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            prepared.folder,
+        loader: Any = AutoModelForCausalLM
+        if "config" in source:
+            loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
+            tensors = GgufTensors(prepared.folder, name)
+            source["state_dict"] = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118
+        model, report = loader.from_pretrained(
+            **source,
             dtype=dtype,
-            use_safetensors=True,
             trust_remote_code=trust,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # checked below, with a message that names the tensor
