@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.text import Text
 
 from specgen import methods
@@ -19,6 +21,8 @@ from specgen.cli.opening import choose, choose_found, models_in_words, open_pair
 from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
+from specgen.cli.prompts_file import PromptsFile, holds_prompts
+from specgen.compare.prompts import load_prompts
 from specgen.pair.request import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
@@ -28,6 +32,7 @@ from specgen.view.progress import Progress
 if TYPE_CHECKING:
     from specgen.methods.method import Method
     from specgen.pair.loading import Finding
+    from specgen.pair.pair import Pair
 
 
 def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
@@ -43,12 +48,13 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         raise chosen.without_part(models.target)
     by_text = methods.resolve(chosen, given).drafts_text
     record = output.record is not None
-    if record and output.trace is None and not output.json:
-        raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
-    _check_system(asked)
-    is_read_in_turns = asked.chat and asked.prompt is None and asked.file is None and _is_on_terminal() and not output.json
-    prompt = None if is_read_in_turns else PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
-    check_outputs({"--trace": output.trace}, [("--file", asked.file)], models)
+    _check_options(asked, output)
+    prompts = None if asked.prompts is None else load_prompts(asked.prompts, all_turns=True, for_tuning=None)
+    is_read_in_turns = _is_read_in_turns(asked, output)
+    prompt = None
+    if prompts is None and not is_read_in_turns:
+        prompt = PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
+    check_outputs({"--trace": output.trace}, [("--file", asked.file), ("--prompts", asked.prompts)], models)
     err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
@@ -68,12 +74,12 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         text = "" if prompt is None else prompt.text()
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
-            name = choose_found(pair, text, params, err, quiet=quiet)
+            name = choose_found(pair, prompts[0].text if prompts else text, params, err, quiet=quiet)
         if tuned and models.finds and pair.draft is not None and methods.find(name).uses_draft_model:
             tuned += f", drafted by {pair.draft.name}"
         where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
 
-        def start(prompt: Prompt, decoding: Decoding) -> OutputWriter:
+        def start(prompt: Prompt, decoding: Decoding, keys: Mapping[str, Any] | None = None) -> OutputWriter:
             request = pair.request(prompt, decoding.name, decoding.sampling, record=record, **decoding.settings)
             with Progress(err, quiet=quiet or not request.method.may_measure(request.settings)) as loading:
                 loading.announce("preparing")
@@ -81,25 +87,44 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             if (unused := pair.parts.unused(request.method)) is not None and not quiet:
                 err.print(Text(unused), soft_wrap=True)
             by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
-            return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where)
+            return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where, keys)
 
-        uses_draft = methods.find(name).uses_draft_model
         if not quiet:
-            about = f"{models_in_words(pair, with_draft=uses_draft)}, {name}"
-            err.print(Text(about, "quiet"), soft_wrap=True)
-        if not quiet and uses_draft and values.get("translation") != "text":
-            show_overlap(pair, err)
+            _say_what_decodes(pair, name, values, err)
+            if asked.file is not None and asked.prompt is None and holds_prompts(text):
+                err.print(Text(f"{asked.file} is continued as one text; --prompts {asked.file} answers each of its prompts"))
         decoding = Decoding(name, values, params, output)
         if is_read_in_turns:
-            if sampling.max_new_tokens is None:
-                decoding = replace(decoding, sampling=replace(params, max_new_tokens=LARGEST))
-            Conversation(start, err, asked.system, decoding).run()
+            Conversation(start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)).run()
+        elif prompts is not None:
+            PromptsFile(pair, prompts, asked, decoding, err).run(start, trace)
         else:
             start(messages(text, asked.system) if asked.chat else text, decoding).write()
 
 
-def _check_system(asked: GenerateOptions) -> None:
-    """Raises SpecgenError for a system message without --chat, or one that is not UTF-8."""
+def _with_limit_of_turns(decoding: Decoding, limit: int | None) -> Decoding:
+    """Returns how a conversation decodes: without a limit on answers, unless the user gave one."""
+    if limit is not None:
+        return decoding
+    return replace(decoding, sampling=replace(decoding.sampling, max_new_tokens=LARGEST))
+
+
+def _say_what_decodes(pair: Pair, name: str, settings: Mapping[str, object], err: Console) -> None:
+    """Prints the models, their device and dtype, and the method, and how much of the text the draft model can draft."""
+    uses_draft = methods.find(name).uses_draft_model
+    err.print(Text(f"{models_in_words(pair, with_draft=uses_draft)}, {name}", "quiet"), soft_wrap=True)
+    if uses_draft and settings.get("translation") != "text":
+        show_overlap(pair, err)
+
+
+def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
+    """Raises SpecgenError for a prompt beside --prompts, a record that goes nowhere, and for a system message without --chat or
+    one that is not UTF-8."""
+    if output.record is not None and output.trace is None and not output.json:
+        raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
+    for given in (asked.prompt, asked.file):
+        if asked.prompts is not None and given is not None:
+            raise SpecgenError(f"--prompts {asked.prompts} and {given} are given", "Leave one of them out")
     if asked.system is None:
         return
     if not asked.chat:
@@ -119,6 +144,12 @@ def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
     if not sequential:
         return "unloaded"
     return True if method.drafts_without_model else "untried"
+
+
+def _is_read_in_turns(asked: GenerateOptions, output: GenerateOutput) -> bool:
+    """Whether the user types messages: a conversation."""
+    has_text = any(given is not None for given in (asked.prompt, asked.file, asked.prompts))
+    return asked.chat and not has_text and _is_on_terminal() and not output.json
 
 
 def _is_on_terminal() -> bool:

@@ -20,7 +20,9 @@ MAX_NEW_TOKENS = 128
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
 SHOWN = {
-    "generate": "prompt file method settings chat target draft device dtype max_new_tokens temperature seed rounds json quiet",
+    "generate": (
+        "prompt file prompts method settings chat target draft device dtype max_new_tokens temperature seed rounds json quiet"
+    ),
     "compare": "methods prompts limit budget target draft device dtype max_new_tokens temperature json trace html",
     "inspect": "traces list_methods html rounds measure target draft device json",
     "tune": "methods budget prompts export train minutes corpus target draft device dtype max_new_tokens temperature json",
@@ -75,6 +77,11 @@ GENERATE_ROWS: Rows = {
     "no_stdin": ("", "Join nothing from standard input to the prompt, as in the body of a while read loop."),
     "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
     "file": ("-f FILE", "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF)."),
+    "prompts": (
+        "FILE",
+        "Answer each prompt of a file in compare's formats; with --json one line each. With --trace the same command continues "
+        "after an interruption.",
+    ),
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
     "max_new_tokens": ("-n N", "Generate at most N tokens. Default: 128; in a conversation as many as the answer has."),
@@ -265,6 +272,7 @@ class GenerateOptions:
     panel: ClassVar[str | None] = None
     prompt: str | None = None
     file: Path | None = None
+    prompts: Path | None = None
     no_stdin: bool = False
     method: str | None = None
     settings: list[str] | None = None

@@ -30,7 +30,8 @@ class OutputWriter:
 
     `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and
     settings were taken from what `specgen tune` saved; empty where none were. `trace` gets every line of the recorded run. If a
-    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error.
+    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error. `keys` say which of
+    several prompts is answered: they are in the first and the last line, and with --json only the last is shown.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class OutputWriter:
         tuned: str,
         trace: TraceWriter | None,
         where: str = "",
+        keys: Mapping[str, Any] | None = None,
     ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
@@ -51,6 +53,7 @@ class OutputWriter:
         self._output = output
         self._tuned = tuned
         self._where = where
+        self._keys = keys
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
@@ -171,12 +174,14 @@ class OutputWriter:
             self._view.show(pieces)
 
     def _record(self, line: Mapping[str, Any]) -> None:
+        if self._keys is not None and line["type"] != "round":
+            line = {**line, **self._keys}
         if self._trace is not None and self._trace_error is None:
             try:
                 self._trace.write(line)
             except RunError as error:
                 self._trace_error = error
-        if self._output.json:
+        if self._output.json and (self._keys is None or line["type"] == "summary"):
             print_json(line)
 
     def _notes(self, finish_reason: str) -> Iterator[str]:

@@ -65,13 +65,14 @@ def load_prompts(
     category: str | None = None,
     limit: int | None = None,
     all_turns: bool = False,
-    for_tuning: bool = False,
+    for_tuning: bool | None = False,
 ) -> list[Prompt]:
     """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if it is not None. `limit` keeps
     at most so many questions, picked from the categories in turn.
 
     With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Questions with `tuning: true` are
-    for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter.
+    for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter;
+    all of them if `for_tuning` is None.
     Raises SpecgenError if no prompt is left, and for a mistake in the file, which the message names with its position.
     """
     path = examples_file() if path is None else path
@@ -84,7 +85,7 @@ def load_prompts(
             hint = f"It has {', '.join(known[:20])}"
             raise SpecgenError(f"{path} has no category {category!r}{nearest(category, known)}", hint)
         questions = [turns for turns in questions if turns[0].category == category]
-    own = [turns for turns in questions if turns[0].for_tuning == for_tuning]
+    own = [turns for turns in questions if for_tuning in (None, turns[0].for_tuning)]
     if not own and not for_tuning:
         chosen = str(path) if category is None else f"{path}, category {category!r},"
         raise SpecgenError(f"{chosen} has only prompts for tuning", "Write some without `tuning: true`")

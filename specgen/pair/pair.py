@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -31,7 +31,17 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.request import RESERVED, Prompt, Request, Result, check_prompt_ids, encoded, fitting_tokens, sampling_with
+from specgen.pair.request import (
+    RESERVED,
+    Prompt,
+    Request,
+    Result,
+    check_prompt_ids,
+    encoded,
+    fitting_tokens,
+    sampling_with,
+    several,
+)
 from specgen.workers.worker import DraftWorker
 
 if TYPE_CHECKING:
@@ -96,6 +106,7 @@ class Pair:
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
 
+    @overload
     def generate(
         self,
         prompt: Prompt,
@@ -105,13 +116,43 @@ class Pair:
         perplexity: bool = False,
         record: bool = False,
         **settings: object,
-    ) -> Result:
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | Sequence[list[int]] | Sequence[Sequence[Mapping[str, str]]],
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
+        record: bool = False,
+        **settings: object,
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        method: str | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        perplexity: bool = False,
+        record: bool = False,
+        **settings: object,
+    ) -> Result | list[Result]:
         """Decodes the whole output and returns it. Arguments as for `rounds`.
 
+        `prompt` may also be a list of prompts, which are decoded one after the other: then a list of results is returned.
         `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
         distribution always get it.
         """
-        request = self.request(prompt, method, sampling, record=record, **settings)
+        prompts = several(prompt)
+        given = [prompt] if prompts is None else prompts
+        requests = [self.request(each, method, sampling, record=record, **settings) for each in given]
+        results = [self._result(request, perplexity=perplexity) for request in requests]
+        return results[0] if prompts is None else results
+
+    def _result(self, request: Request, *, perplexity: bool) -> Result:
         run = self.run(request)
         computed = run.uncached_tokens
         rounds = list(run.rounds())

@@ -111,11 +111,23 @@ def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
         raise SpecgenError(f"the prompt is {shown(prompt)}", "Give text, token ids, or messages with role and content")
     given: list[Any] = list(prompt)
+    if any(isinstance(each, str) for each in given):
+        raise SpecgenError(f"the prompt is {shown(given)} with text", "pair.generate takes several prompts, but this takes one")
     if not any(isinstance(each, Mapping) for each in given):
         return given, ""
     if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in given):
         raise SpecgenError("the prompt has a message without role and content", 'Write [{"role": "user", "content": "..."}]')
     return tokenizer.conversation(given), tokenizer.turn_end
+
+
+def several(prompt: object) -> list[Prompt] | None:
+    """Returns the prompts in a list of texts, of lists of token ids or of lists of messages; None if `prompt` is one prompt.
+
+    The first element decides.
+    """
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+        return list(prompt)
+    return None
 
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:

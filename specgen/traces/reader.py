@@ -178,6 +178,9 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
             if run is not None:
                 run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
             break
+        if run is None and isinstance(line, dict) and "type" not in line and not {"prompt", "turns"}.isdisjoint(line):
+            hint = f"Answer them with specgen generate --prompts {path} --trace FILE.jsonl, and inspect that file"
+            raise SpecgenError(f"{path} holds prompts and is no trace", hint)
         checked = schema.check(json.dumps(line), _LINE, where, _HINT)
         if isinstance(checked, _StartLine):
             if run is not None:
