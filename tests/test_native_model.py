@@ -42,7 +42,7 @@ from specgen.engine.model import of_transformers
 from specgen.engine.model_loading import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.config_reading import read_architecture
+from specgen.engine.native.config_reading import _defaults, read_architecture
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import DenseProduct
@@ -256,6 +256,7 @@ BAD = [
     ("llama", {"text_config": {"hidden_size": 8}}, "text_config"),
     ("llama", {"sliding_window": 12}, "sliding_window"),
     ("llama", {"surprise": 0}, "surprise"),
+    ("gemma3_text", {"use_bidirectional_attention": True, "_surprise": 1}, "use_bidirectional_attention"),
     ("llama", {"layer_types": ["full_attention"] * 4}, "layer_types"),
     ("llama", {"attention_bias": 1}, "attention_bias"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
@@ -288,9 +289,21 @@ def test_what_is_not_known_is_refused_by_name(family: str, changes: dict[str, An
     assert field in str(caught.value)
 
 
+def test_an_unknown_field_is_accepted_if_it_holds_the_default_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that a newer transformers has added, for instance."""
+    monkeypatch.setattr("transformers.LlamaConfig.to_dict", lambda _: {"added_later": 3})
+    _defaults.cache_clear()
+    assert read_architecture(sparse("llama", added_later=3)) == read_architecture(sparse("llama"))
+    for fields in ({"added_later": 4}, {"added_later": 3, "surprise": 0}):
+        with pytest.raises(UnsupportedConfig):
+            read_architecture(sparse("llama", **fields))
+    _defaults.cache_clear()
+
+
 def test_fields_that_change_nothing_are_no_obstacle_and_eos_ids_come_from_the_file() -> None:
     generation = {"repetition_penalty": 1.3, "top_k": 5, "do_sample": True, "pretraining_tp": 2, "_name_or_path": "a/b"}
     off = {"quantization_config": None, "auto_map": None, "attention_bias": False, "is_encoder_decoder": False}
-    assert read_architecture(sparse("qwen2", **generation, **off)) == read_architecture(sparse("qwen2"))
+    notes = {"_model_name_or_path": "a/b.gguf", "_anything": {"of": "a program"}, "text_config": {}, "surprise": "", "more": []}
+    assert read_architecture(sparse("qwen2", **generation, **off, **notes)) == read_architecture(sparse("qwen2"))
     for changes, eos in (({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": None}, None), ({}, 2)):
         assert read_architecture(sparse("llama", **changes)).default_eos == eos

@@ -101,6 +101,13 @@ class PreparedModel:
         return "transformers" if self.architecture is None else "native"
 
     @property
+    def slow_path(self) -> str | None:
+        """A line that says why transformers runs the model; None if specgen does, or if the user chose transformers."""
+        if self.architecture is not None or self.source.backend == "transformers":
+            return None
+        return f"{self.name} runs on transformers, which is slower: {self.fallback}"
+
+    @property
     def experts(self) -> tuple[int, int] | None:
         """How many experts each mixture of the model has, and how many of them run a token; None for a dense model."""
         fields = text_config(self.raw)

@@ -27,8 +27,8 @@ _LAYER_TYPES = ("full_attention", "attention", _SLIDING_TYPE)
 
 
 _IRRELEVANT = """
-    model_type architectures transformers_version torch_dtype dtype name_or_path _name_or_path _commit_hash
-    use_cache cache_implementation attn_implementation _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled
+    model_type architectures transformers_version torch_dtype dtype name_or_path
+    use_cache cache_implementation attn_implementation
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict torchscript
     use_bfloat16 tf_legacy_loss chunk_size_feed_forward pretraining_tp is_decoder gradient_checkpointing
     initializer_range attention_dropout hidden_dropout residual_dropout embedding_dropout resid_pdrop embd_pdrop
@@ -352,15 +352,25 @@ class Fields:
             raise self.refuse(name)
         return Fields(value, f"{self._prefix}{name}.") if value else None
 
-    def refuse_unknown(self) -> None:
-        """Raises `UnsupportedConfig` for the first field that was not read, is not null and not listed in `IRRELEVANT`.
+    def refuse_unknown(self, defaults: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Raises `UnsupportedConfig` for the first field that was not read and may change the logits; see `is_irrelevant`.
 
-        Fields in `OPTIONAL_FEATURES` are refused only if their value is true.
+        `defaults` returns what absent fields hold; it is called only if needed. A field that holds its default is accepted: the
+        config would mean the same without it. Fields in `OPTIONAL_FEATURES` are refused only if their value is true.
         """
         for name, value in self._config.items():
-            switched_off = name in OPTIONAL_FEATURES and not value
-            if name not in self._known and name not in IRRELEVANT and value is not None and not switched_off:
+            is_switched_off = name in OPTIONAL_FEATURES and not value
+            if name in self._known or is_irrelevant(name, value) or is_switched_off:
+                continue
+            known = defaults()
+            if name not in known or known[name] != value:
                 raise self.refuse(name)
+
+
+def is_irrelevant(name: str, value: object) -> bool:
+    """Whether a field of a config changes the logits of no family: it is listed in `IRRELEVANT`, a note of some program (its
+    name begins with an underscore), null or empty."""
+    return name in IRRELEVANT or name.startswith("_") or value in (None, "", [], {})
 
 
 def is_number(value: object) -> bool:

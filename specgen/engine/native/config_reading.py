@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,16 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     fields = Fields(config)
     plain = _plain(fields, str(model_type), family)
     described = Architecture(**{**plain, **family.describe(fields, plain)})
-    fields.refuse_unknown()
+    fields.refuse_unknown(lambda: _defaults(str(model_type)))
     return described
+
+
+@cache
+def _defaults(model_type: str) -> Mapping[str, Any]:
+    """Returns the fields of transformers' config for a family with their defaults; none if transformers lacks the family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes a second: only for an unknown field
+
+    return CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
 
 
 def _plain(fields: Fields, model_type: str, family: Family) -> Changes:

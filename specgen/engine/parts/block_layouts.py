@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from specgen.base import schema
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.architecture import IRRELEVANT, UnsupportedConfig
+from specgen.engine.native.architecture import UnsupportedConfig, is_irrelevant
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.parts.block import CONFIDENCE, CONFIDENCE_BIAS, CONTEXT_NORM, SUCCESSOR_HEAD, SUCCESSORS
 from specgen.engine.parts.eagle import FC
@@ -141,8 +141,8 @@ def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, di
             raise unsupported(files, name, value)
     checked = [nested] if inner is None else [nested, outer]  # what `read_architecture` does not see
     for name, value in ((name, value) for part in checked for name, value in part.items()):
-        is_known = name in known or name in _NEUTRAL or name in _TRAINING or name in IRRELEVANT
-        if not is_known and value is not None:
+        is_known = name in known or name in _NEUTRAL or name in _TRAINING or is_irrelevant(name, value)
+        if not is_known:
             raise unsupported(files, name, value)
     own = {name: value for name, value in (outer | nested).items() if name in known}
     fields = schema.check(json.dumps(own), BlockFields, f"{files.owner}: its config.json", "Correct its config.json")
