@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,3 +87,106 @@ def test_a_split_file_is_the_same_model_as_the_whole_one(tmp_path: Path) -> None
         assert gguf_fingerprint(opened) == gguf_fingerprint(expected)
         for name, stored in written.items():
             assert torch.equal(read_tensor(opened.tensors[name]).float(), stored.values)
+
+
+def test_a_fingerprint_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:
+    """It knows weights, sizes, and what changes the computation; not names, chat templates, and where a file is."""
+    metadata = {"general.architecture": "llama", "general.name": "a", "tokenizer.chat_template": "x", "llama.rope.freq_base": 1e4}
+    written = tensors_of_every_type(rows=64)
+
+    def fingerprint(tensors: Mapping[str, Stored] = written, **changed: Any) -> str:
+        named = {key.replace("__", "."): value for key, value in changed.items()}
+        (path,) = write_gguf(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", metadata | named, tensors)
+        return gguf_fingerprint(open_gguf(path, "the model"))
+
+    expected = fingerprint()
+    assert re.fullmatch("[0-9a-f]{16}", expected)
+    assert fingerprint(general__name="b", tokenizer__chat_template="y") == expected
+    others = {fingerprint(general__architecture="qwen3"), fingerprint(llama__rope__freq_base=2e4)}
+    for place in (0, 32, 63):
+        content = written["Q4_K"].content.copy()
+        content[place] ^= 1
+        others.add(fingerprint(written | {"Q4_K": as_stored(content, "Q4_K")}))
+    renamed = {name.lower(): tensor for name, tensor in written.items()}
+    turned = written | {"F32": as_stored(written["F32"].content.reshape(32, -1), "F32")}
+    others |= {fingerprint(renamed), fingerprint(turned)}
+    assert len(others | {expected}) == 8
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for length in (5, 77):
+        write_gguf(path, {"general.architecture": "llama", "note": "x" * length}, {})
+        assert len(open_gguf(path, "the model").metadata["note"]) == length
+
+
+def test_a_file_that_becomes_shorter_is_an_error_of_the_system(tmp_path: Path) -> None:
+    (path,) = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"a": random_stored((64, 32), "Q8_0", 0)})
+    tensor = open_gguf(path, "the model").tensors["a"]
+    os.truncate(path, tensor.offset + 100)
+    with pytest.raises(OSError, match="has become shorter"):
+        read_tensor(tensor)
+
+
+# What the format says of one block, number by number.
+
+
+def half(block: bytes, place: int) -> np.float32:
+    return np.float32(np.frombuffer(block, np.float16, 1, place)[0])
+
+
+def signed(byte: int) -> int:
+    return byte - 256 if byte > 127 else byte
+
+
+def scale_and_minimum(packed: bytes, group: int) -> tuple[int, int]:
+    """The 6-bit scale and minimum of a group of 32 elements in a block of Q4_K or Q5_K."""
+    if group < 4:
+        return packed[group] & 63, packed[group + 4] & 63
+    scale = packed[group + 4] & 15 | packed[group - 4] >> 6 << 4
+    minimum = packed[group + 4] >> 4 | packed[group] >> 6 << 4
+    return scale, minimum
+
+
+def k_element(block: bytes, element: int, number: int) -> np.float32:
+    scale, minimum = scale_and_minimum(block[4:16], element // 32)
+    size, offset = half(block, 0) * np.float32(scale), half(block, 2) * np.float32(minimum)
+    return size * np.float32(number) - offset
+
+
+def q4_k(block: bytes, element: int) -> np.float32:
+    byte = block[16 + element // 64 * 32 + element % 32]
+    return k_element(block, element, byte >> 4 if element % 64 >= 32 else byte & 15)
+
+
+def q5_k(block: bytes, element: int) -> np.float32:
+    byte = block[48 + element // 64 * 32 + element % 32]
+    fifth = block[16 + element % 32] >> element // 32 & 1
+    return k_element(block, element, (byte >> 4 if element % 64 >= 32 else byte & 15) + 16 * fifth)
+
+
+def q6_k(block: bytes, element: int) -> np.float32:
+    part, rest = divmod(element, 128)
+    group, place = divmod(rest, 32)
+    lower = block[part * 64 + group % 2 * 32 + place] >> group // 2 * 4 & 15
+    upper = block[128 + part * 32 + place] >> group * 2 & 3
+    scale = half(block, 208) * np.float32(signed(block[192 + element // 16]))
+    return scale * np.float32(lower + 16 * upper - 32)
+
+
+def iq4_xs(block: bytes, element: int) -> np.float32:
+    values = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+    group, place = divmod(element, 32)
+    lower = block[4 + group // 2] >> group % 2 * 4 & 15
+    upper = int.from_bytes(block[2:4], "little") >> 2 * group & 3
+    byte = block[8 + group * 16 + place % 16]
+    scale = half(block, 0) * np.float32(lower + 16 * upper - 32)
+    return scale * np.float32(values[byte >> 4 if place >= 16 else byte & 15])
+
+
+@pytest.mark.parametrize(("kind", "element_of"), [("Q4_K", q4_k), ("Q5_K", q5_k), ("Q6_K", q6_k), ("IQ4_XS", iq4_xs)])
+def test_blocks_of_256_elements_stand_for_what_the_format_says(kind: str, element_of: Callable[[bytes, int], np.float32]) -> None:
+    content = random_stored((4, 256), kind, seed=5).content
+    values = blocks.dequantise(torch.from_numpy(content), blocks.TYPES[kind])
+    expected = [[element_of(block.tobytes(), element) for element in range(256)] for block in content]
+    assert torch.equal(values, torch.from_numpy(np.array(expected)))

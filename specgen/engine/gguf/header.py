@@ -22,6 +22,10 @@ MAGIC = b"GGUF"
 READ_TYPES = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K and IQ4_XS"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 1 << 26  # the largest vocabularies take 20 MB
+# A Python object takes more memory than the few bytes that describe it in a file.
+_MAX_PAIRS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_NUMBERS = 1 << 24  # in all arrays together
 _MAX_DEPTH = 4  # of arrays within arrays
 _MAX_DIMENSIONS = 4
 _MAX_ELEMENTS = 1 << 62
@@ -123,8 +127,8 @@ def _parse(data: mmap.mmap, path: Path) -> Header:
     _check_version(cursor.uint32())
     tensor_count = cursor.uint64()
     pair_count = cursor.uint64()
-    cursor.check_count(pair_count, _LEAST_PAIR_BYTES, "metadata values")
-    cursor.check_count(tensor_count, _LEAST_TENSOR_BYTES, "tensors")
+    cursor.check_count(pair_count, _LEAST_PAIR_BYTES, _MAX_PAIRS, "metadata values")
+    cursor.check_count(tensor_count, _LEAST_TENSOR_BYTES, _MAX_TENSORS, "tensors")
 
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
@@ -230,6 +234,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.offset = 0
+        self._numbers = 0  # that were read
         self._data = data
         self._end = min(len(data), _MAX_HEADER_BYTES)
 
@@ -246,11 +251,13 @@ class _Cursor:
             return DamagedError(f"its header is longer than {_MAX_HEADER_BYTES >> 20} MiB")
         return DamagedError("the file ends within its header")
 
-    def check_count(self, count: int, least_bytes: int, what: str) -> None:
+    def check_count(self, count: int, least_bytes: int, most: int, what: str) -> None:
         """Raises DamagedError if `count` values of at least `least_bytes` bytes do not fit into the
-        rest of the header."""
+        rest of the header, or are more than `most`."""
         if count * least_bytes > self._end - self.offset:
             raise DamagedError(f"its header claims {count:,} {what}: more than the file can hold")
+        if count > most:
+            raise DamagedError(f"its header claims {count:,} {what}: more than {most:,}")
 
     def uint32(self) -> int:
         (number,) = _UINT32.unpack_from(self._data, self.skip(_UINT32.size))
@@ -285,17 +292,18 @@ class _Cursor:
     def _values(self, kind: int, count: int, key: str, depth: int) -> list[Any]:
         what = f"values in {shown(key)}"
         if kind == _STRING:
-            self.check_count(count, _UINT64.size, what)
+            self.check_count(count, _UINT64.size, _MAX_NUMBERS, what)
             return self._strings(count, f"a string in {shown(key)}")
         if kind == _ARRAY:
-            self.check_count(count, _UINT32.size + _UINT64.size, what)
+            self.check_count(count, _UINT32.size + _UINT64.size, _MAX_PAIRS, what)
             return [self._array(key, depth) for _ in range(count)]
         code = _NUMBERS.get(kind)
         if code is None:
             raise DamagedError(f"{shown(key)} has the unknown value type {kind:,}")
 
         size = calcsize(f"<{code}")
-        self.check_count(count, size, what)
+        self._numbers += count
+        self.check_count(count, size, _MAX_NUMBERS - self._numbers + count, what)
         return list(unpack_from(f"<{count}{code}", self._data, self.skip(count * size)))
 
     def _strings(self, count: int, what: str) -> list[str]:
