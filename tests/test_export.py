@@ -92,5 +92,15 @@ def test_the_lines_for_transformers_run(method: str, demo_pair: Pair, capsys: py
     assert capsys.readouterr().out.startswith(prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text)
 
 
+def test_the_plain_lines_for_transformers_run(demo_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(demo.folder(role)) for role in demo.ROLES]
+    text, (note,) = export("transformers", TUNED, "ar", *names)
+    assert "assistant" not in text
+    exec(text, {})
+    prompt = "def fibonacci(n):"
+    assert capsys.readouterr().out.startswith(prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text)
+    assert note.startswith("plain decoding is the fastest here")
+
+
 if __name__ == "__main__":
     GOLDEN.write_text(json.dumps({engine: exported(engine) for engine in ENGINES}, indent=1) + "\n")

@@ -22,7 +22,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.types import Context
-from specgen.cli.train import TRAINABLE, _draft_report
+from specgen.cli.train import GLIDE, TRAINABLE, _draft_report, _report
 from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
@@ -493,6 +493,25 @@ def test_training_needs_text_and_says_so_of_too_little(folder: Path, tmp_path: P
     assert "fewer than eight different documents or prompts" in result.stderr
     assert "held-out text" not in result.stderr
     assert "predictor: false" in (tmp_path / "out" / EXIT_DESCRIPTION).read_text()
+
+
+def test_the_report_of_a_trained_head_names_only_what_is_so(tmp_path: Path) -> None:
+    """A head that was saved elsewhere is used by nothing, and held-out text too short for a draft has no agreement."""
+    made: dict[str, Any] = {"target": "a target", "kind": "glide", "figures": {"held_out_agreement": {"greedy": [0.2, 0.1]}}}
+    before = 0.5, tmp_path / "before"
+
+    def said(**given: Any) -> str:
+        return _report(GLIDE, tmp_path, made, before, **given)[1]
+
+    assert f"to return to it, delete {tmp_path}." in said(is_used=True)
+    assert "Profiles of this target are stale now" in said(is_used=True)
+    elsewhere = said(is_used=False)
+    assert f"that one is still used, and this one only where it is named: {tmp_path}." in elsewhere
+    assert "delete" not in elsewhere
+    assert "stale" not in elsewhere
+    made["figures"]["held_out_agreement"]["greedy"] = []
+    assert "of a draft:" not in said(is_used=True)
+    assert "Worse" not in said(is_used=True)
 
 
 def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:

@@ -226,12 +226,21 @@ def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path:
     assert "✓ really run, tokens/s: ar" in result.stderr
     assert "use it with --profile" in " ".join(result.stderr.split())
     assert f": {line['chosen']['method']}" in generated(pair, "--profile", str(out))
-    again = CliRunner().invoke(
-        app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "-n", "16", "--out", str(out), "--export", "mlx"]
-    )
-    assert again.exit_code == 0, again.stderr
-    assert f"--num-draft-tokens {profiles.load(out).settings_of('sd')['k']}" in again.stdout  # type: ignore[index]
-    assert "✓" not in again.stderr, "the existing profile is used"
+
+    def exported(method: str) -> str:
+        choice = profiles.Choice(method=method, settings=dict(saved.settings_of(method) or {}))
+        profiles.save(saved.model_copy(update={"chosen": choice}), out)
+        again = ["tune", *pair, "--device", "cpu", "--dtype", "float32", *given[:-2], "--export", "mlx"]
+        result = CliRunner().invoke(app, again)
+        assert result.exit_code == 0, result.stderr
+        assert "✓" not in result.stderr, "the existing profile is used"
+        return f"{result.stdout}{result.stderr}"
+
+    assert f"--num-draft-tokens {saved.settings_of('sd')['k']}" in exported("sd")  # type: ignore[index]
+    plain = exported("ar")
+    assert plain.startswith("mlx_lm.generate --model ")
+    assert "--draft-model" not in plain
+    assert "plain decoding is the fastest here, so mlx decodes plainly; the best of what it has is sd" in " ".join(plain.split())
 
 
 def test_the_json_line_of_a_tuning_that_does_not_pay(tmp_path: Path) -> None:

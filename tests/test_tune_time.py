@@ -140,6 +140,7 @@ def test_what_counts_as_far_behind() -> None:
     assert (found.can_reach("lookahead", small), found.can_reach("lookahead", large)) == (True, False)
     assert found.floor("sd") == pytest.approx(0.7 * 1.5)
     assert found.floor("mtad") == 0, "what the user named is compared with itself"
+    assert found.floor("ar") == 0
 
     def behind(name: str, tokens: int, seconds: float, prefill: float = 100.0) -> bool:
         figures = Figures(name, token_ids=[1] * tokens)

@@ -167,7 +167,10 @@ def train(
                     f"cannot write to {task.out}: {error.strerror or error}",
                     "What was saved before is still there: free some space and run the same command again",
                 ) from error
-    fields, sentence = _draft_report(path, made["figures"]) if part is DRAFT else _report(part, path, made, before)
+    if part is DRAFT:
+        fields, sentence = _draft_report(path, made["figures"])
+    else:
+        fields, sentence = _report(part, path, made, before, is_used=tuning.out is None)
     if as_json:
         print_json({"type": "train", **fields})
     else:
@@ -278,7 +281,9 @@ def _agreement_before(asked: Asked, target: LoadedModel) -> tuple[float, Path] |
     found = PartStore(target, is_bundled=asked.models.target is None).find(kind)
     figures: Mapping[str, Any] = {} if found is None or found.description is None else found.description.figures
     greedy = figures.get("held_out_agreement", {}).get("greedy")
-    return None if found is None or greedy is None else (_first(greedy), found.path)
+    if found is None or greedy is None or greedy == []:
+        return None
+    return _first(greedy), found.path
 
 
 def _first(agreement: float | Sequence[float]) -> float:
@@ -286,26 +291,29 @@ def _first(agreement: float | Sequence[float]) -> float:
 
 
 def _report(
-    part: Trainable, path: Path, made: Mapping[str, Any], before: tuple[float, Path] | None
+    part: Trainable, path: Path, made: Mapping[str, Any], before: tuple[float, Path] | None, *, is_used: bool
 ) -> tuple[dict[str, Any], str]:
     """Returns the fields for JSON output and a sentence for the user about a saved exit layer or head.
 
-    `before` is what `_agreement_before` returned.
+    `before` is what `_agreement_before` returned. `is_used`: it was saved where it is found without being named.
     """
     figures = made["figures"]
     found = figures["held_out_agreement"]["greedy"]
     fields = {"target": made["target"], "agreement": found, "figures": figures}
     sentence, fit = f"Trained {part.name} for {made['target']}.", figures.get("predictor")
-    if found is None:
+    shares = found if isinstance(found, list) else [found]
+    if found is None or not shares:
         sentence += _NOTHING_HELD_OUT
     else:
-        shares = found if isinstance(found, list) else [found]
         sentence += f" Greedy agreement on held-out text, token by token of a draft: {', '.join(f'{x:.0%}' for x in shares)}."
-    if before is not None and found is not None and _first(found) < before[0]:
+    if before is not None and found is not None and shares and shares[0] < before[0]:
         folder = path if path.is_dir() else path.parent
         back = f"it was replaced in {folder}" if before[1] in (path, folder) else f"to return to it, delete {folder}"
+        if not is_used:
+            back = f"that one is still used, and this one only where it is named: {folder}"
         sentence += f" Worse than the one used until now, {before[0]:.0%} on its own held-out text: {back}."
-    sentence += " Profiles of this target are stale now: run specgen tune again."
+    if is_used:
+        sentence += " Profiles of this target are stale now: run specgen tune again."
     if part not in (EXIT, PREDICTOR):
         return {"head": str(path), "kind": made["kind"], **fields}, sentence
     if fit is not None:

@@ -78,9 +78,9 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
     prompts = load_prompts(asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True)
     deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
     request = TuningRequest(prompts, sampling, deadline, names, asked.chat, goal)
-    # --export may take the profile of an earlier tuning, if no option says what to tune and --out has one
-    is_default = (asked.methods, asked.prompts, asked.category, goal) == (None, None, None, BY_SPEED)
-    may_reuse = is_default and asked.export is not None and (asked.out is None or (asked.out / "profile.yaml").is_file())
+    # --export may take the profile of an earlier tuning, if it has what the options ask for
+    may_reuse = goal == BY_SPEED and asked.export is not None
+    may_reuse = may_reuse and (asked.out is None or (asked.out / "profile.yaml").is_file())
     if asked.out is None or not may_reuse:
         _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
@@ -94,6 +94,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
             note = Progress(err, quiet=output.quiet).keep
             pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, dtypes))
             profile = find_profile(pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True)
+            if profile is not None and not _covers(profile, request, asked):
+                profile = None
         if profile is None:
             if not output.quiet:
                 show_overlap(pair, err)
@@ -111,6 +113,16 @@ def _names(given: str | None) -> list[str] | None:
         return None
     found = [methods.find(name.strip()) for name in given.split(",")]
     return list(dict.fromkeys(method.alias_of or method.name for method in found))
+
+
+def _covers(profile: Profile, request: TuningRequest, asked: TuneOptions) -> bool:
+    """Whether the profile is of a tuning of the methods, and on the prompts, that the options name."""
+    if not set(request.names or ()) <= set(profile.methods):
+        return False
+    if asked.prompts is None and asked.category is None:
+        return True
+    known = profile.measured.prompt_fingerprints
+    return known is not None and set(known) == {prompt.fingerprint for prompt in request.prompts}
 
 
 def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool) -> None:

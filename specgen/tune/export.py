@@ -86,18 +86,22 @@ def export(
 ) -> tuple[str, list[str]]:
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
 
-    Returns the options to give to the engine, and notes on what these options cannot express.
-    `chosen` is the fastest method of all; a note is added if the engine does not support it. `target` and `draft` are the models'
+    Returns the options to give to the engine, and notes on what these options cannot express. Where plain decoding is `chosen`
+    or the engine supports none of the methods, these are the options for plain decoding, and a note says so.
+    If another method is chosen that the engine does not support, a note says this. `target` and `draft` are the models'
     names (None: no draft model), `heads` are the trained heads by method. With `tokenizers_differ` and with `draft_dtype` (what
-    the draft's weights were rounded to, None if they were not) a note says what this means for the engine. Raises SpecgenError if
-    the engine supports none of the methods.
+    the draft's weights were rounded to, None if they were not) a note says what this means for the engine.
     """
-    known, (write, head_kinds) = methods_of(engine), ENGINES[engine]
+    known = methods_of(engine)
+    write, write_plain, head_kinds = ENGINES[engine]
     fitting = {name: head for name, head in (heads or {}).items() if head.kind in head_kinds}
     usable = [name for name in tuned if name in known and (name in fitting or not methods.find(name).head)]
     if not usable:
-        raise SpecgenError(f"{engine} has none of the tuned methods", f"It has {', '.join(known)}: name one with --methods")
+        return write_plain(target), [f"{engine} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"]
     best = max(usable, key=lambda name: tuned[name].measured or tuned[name].predicted)
+    if chosen == methods.PLAIN.name:
+        note = f"plain decoding is the fastest here, so {engine} decodes plainly; the best of what it has is {best}"
+        return write_plain(target), [note]
     row = methods.find(best)
     settings = methods.resolve(row, tuned[best].settings)
     method = ExportedMethod(best, settings.values, target, draft, fitting.get(best), tokenizers_differ)
@@ -107,8 +111,7 @@ def export(
     if row.uses_draft_model and draft_dtype is not None:
         notes.append(f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them as they are stored")
     if best != chosen:
-        fastest = "plain decoding" if chosen == methods.PLAIN.name else chosen
-        notes.insert(0, f"{fastest} is the fastest here: {best} is only the best of what {engine} has")
+        notes.insert(0, f"{chosen} is chosen here: {best} is only the best of what {engine} has")
     notes.append("measured with specgen, one prompt at a time: a server that batches has other costs")
     return write(method), notes
 
@@ -138,13 +141,9 @@ def _transformers(method: ExportedMethod) -> str:
             "num_assistant_tokens_schedule": "heuristic" if method.name == "heuristic" else "constant",
             "assistant_confidence_threshold": settings.get("threshold", 0.0),
         }
-    target = method.target
     draft = method.draft
     tokens = {"max_new_tokens": 128, "do_sample": False}
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained({target!r})"]
-    lines += [f'model = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto")']
-    lines += ['inputs = tokenizer("def fibonacci(n):", return_tensors="pt", return_token_type_ids=False)']
+    lines = _transformers_start(method.target)
     if method.name == "lookup":
         given = f"**inputs, **{tokens | arguments}"
     else:  # arguments of generate() would not reach the assistant
@@ -154,7 +153,7 @@ def _transformers(method: ExportedMethod) -> str:
         if method.tokenizers_differ:
             lines += [f"other = AutoTokenizer.from_pretrained({draft!r})"]
             given += ", tokenizer=tokenizer, assistant_tokenizer=other"
-    lines += [f"output = model.generate({given})", "print(tokenizer.decode(output[0], skip_special_tokens=True))"]
+    lines += _transformers_end(given)
     return "\n".join(lines)
 
 
@@ -238,14 +237,39 @@ def _mlx(method: ExportedMethod) -> str:
     return f"mlx_lm.generate {models} --num-draft-tokens {method.length}"
 
 
+def _transformers_plain(target: str) -> str:
+    return "\n".join([*_transformers_start(target), *_transformers_end("**inputs, max_new_tokens=128, do_sample=False")])
+
+
+def _transformers_start(target: str) -> list[str]:
+    return [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
+        f'model = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto")',
+        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt", return_token_type_ids=False)',
+    ]
+
+
+def _transformers_end(arguments: str) -> list[str]:
+    return [f"output = model.generate({arguments})", "print(tokenizer.decode(output[0], skip_special_tokens=True))"]
+
+
+def _lmstudio_plain(target: str) -> str:
+    return "\n".join(
+        ["import lmstudio as lms", "", f"model = lms.llm({target!r})", 'print(model.respond("Why is the sky blue?"))']
+    )
+
+
 # tests/bench/check_exports.py compares the options with the engines themselves
-# For each engine the function that writes its options, and the kinds of heads that it reads.
-ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Sequence[str]]] = {
-    "transformers": (_transformers, ()),
-    "vllm": (_vllm, ("eagle", "eagle3")),
-    "sglang": (_sglang, ("eagle", "eagle3")),
-    "tensorrt-llm": (_tensorrt_llm, ("eagle3",)),
-    "llama.cpp": (_llama_cpp, ("eagle3",)),
-    "mlx": (_mlx, ()),
-    "lmstudio": (_lmstudio, ()),
+# For each engine the functions that write its options for a method and for plain decoding of a target, and the kinds of heads
+# that it reads.
+ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Callable[[str], str], Sequence[str]]] = {
+    "transformers": (_transformers, _transformers_plain, ()),
+    "vllm": (_vllm, lambda target: f"vllm serve {quote(target)}", ("eagle", "eagle3")),
+    "sglang": (_sglang, lambda target: f"sglang serve --model-path {quote(target)}", ("eagle", "eagle3")),
+    "tensorrt-llm": (_tensorrt_llm, lambda target: f"trtllm-serve {quote(target)}", ("eagle3",)),
+    "llama.cpp": (_llama_cpp, lambda _: "llama-server -m TARGET.gguf", ("eagle3",)),
+    "mlx": (_mlx, lambda target: f"mlx_lm.generate --model {quote(target)}", ()),
+    "lmstudio": (_lmstudio, _lmstudio_plain, ()),
 }

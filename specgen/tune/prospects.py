@@ -75,7 +75,10 @@ class Prospects:
         return self._strikes[name] >= (STRIKES if METHODS[name].recorded else 1)
 
     def floor(self, name: str) -> float:
-        """Returns the speedup below which settings of the method are far behind."""
+        """Returns the speedup below which settings of the method are far behind. Plain decoding never is: all are compared with
+        it."""
+        if name == PLAIN:
+            return 0.0
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 
     def can_reach(self, name: str, settings: Mapping[str, Value]) -> bool:
