@@ -36,7 +36,6 @@ from specgen.methods.learned_drafting import (
     LearnedCosts,
 )
 from specgen.methods.pearl import Parallel, Window
-from specgen.pair import measurements
 from specgen.pair.pair import Pair
 from specgen.workers.worker import DraftWorker
 
@@ -419,42 +418,36 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     """The same seed gives the same tokens, whatever was learned meanwhile, and in a later process."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     shared = pair_of("llama", "near")
-    no_trial: Any = lambda _: pytest.fail("costs are known, or learned")  # noqa: E731
     seeded = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     free = replace(seeded, seed=None)
     first = Pair(shared.target, shared.draft)
     outputs = [first.generate(PROMPT, "adaptive", seeded)]
-    assert list(measurements._stored()) == ["drafting"], "a trial has found the costs"
+    assert not first._knowledge._timed, "its costs follow from the models' sizes"
+    first.generate(PROMPT, "adaptive", free)
     [timed] = first._knowledge._timed.values()
     for sampling in (free, replace(free, temperature=0.0)):
         before = timed.rounds
         first.generate(PROMPT, "adaptive", sampling)
         assert timed.rounds > before
-    own = first._knowledge.inputs(first.request(PROMPT, "adaptive", seeded), None, no_trial).learned
+    own = first._knowledge.inputs(first.request(PROMPT, "adaptive", seeded), None).learned
     assert not any(own is shared for shared in first._knowledge._learned.values()), "seeded runs share nothing"
     assert len(first._knowledge._learned) == 2
     timed.costs = DraftingCosts(9.0, 9.0)
     outputs.append(first.generate(PROMPT, "adaptive", seeded))
     assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], "costs hold for all settings"
     timed.costs = DraftingCosts(9.0, 9.0)
+    first.close()
     later = Pair(shared.target, shared.draft)
-    monkeypatch.setattr(later, "_trial", lambda *_: pytest.fail("costs are stored"))
     outputs.append(later.generate(PROMPT, "adaptive", seeded))
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert lengths(outputs[0].rounds) == lengths(outputs[1].rounds) == lengths(outputs[2].rounds)
-    first.close()
     last = Pair(shared.target, None)
-    assert last._knowledge.inputs(last.request(PROMPT, "lookup"), None, no_trial).costs.draft == 0
+    assert last._knowledge.inputs(last.request(PROMPT, "lookup"), None).costs.draft == 0
     again = Pair(shared.target, shared.draft)
-    costs = again._knowledge.inputs(again.request(PROMPT, "adaptive"), None, no_trial).costs
+    costs = again._knowledge.inputs(again.request(PROMPT, "adaptive"), None).costs
     assert costs.draft > 1, "what differs much is stored when the pair is closed"
-    given = again._knowledge.inputs(again.request(PROMPT, "adaptive", verify_cost=0.5), None, no_trial)
+    given = again._knowledge.inputs(again.request(PROMPT, "adaptive", verify_cost=0.5), None)
     assert (given.costs.verify, given.costs.draft) == (0.5, costs.draft)
-    (tmp_path / "measurements.json").write_text('{"drafting": 7}')
-    tried: list[object] = []
-    request = again.request(PROMPT, "adaptive", seeded)
-    Pair(shared.target, shared.draft)._knowledge.inputs(request, None, tried.append)
-    assert tried == [request]
 
 
 # runs

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -89,17 +90,20 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
             return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where, keys)
 
-        if not quiet:
-            _say_what_decodes(pair, name, values, err)
-            if asked.file is not None and asked.prompt is None and holds_prompts(text):
-                err.print(Text(f"{asked.file} is continued as one text; --prompts {asked.file} answers each of its prompts"))
+        if asked.file is not None and asked.prompt is None and holds_prompts(text) and not quiet:
+            err.print(Text(f"{asked.file} is continued as one text; --prompts {asked.file} answers each of its prompts"))
         decoding = Decoding(name, values, params, output)
+        say = partial(_say_what_decodes, pair, name, values, err, quiet=quiet)
         if is_read_in_turns:
+            say()
             Conversation(start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)).run()
         elif prompts is not None:
+            say()
             PromptsFile(pair, prompts, asked, decoding, err).run(start, trace)
         else:
-            start(messages(text, asked.system) if asked.chat else text, decoding).write()
+            answer = start(messages(text, asked.system) if asked.chat else text, decoding)
+            say()  # a mistake in the options is one line
+            answer.write()
 
 
 def _with_limit_of_turns(decoding: Decoding, limit: int | None) -> Decoding:
@@ -109,8 +113,11 @@ def _with_limit_of_turns(decoding: Decoding, limit: int | None) -> Decoding:
     return replace(decoding, sampling=replace(decoding.sampling, max_new_tokens=LARGEST))
 
 
-def _say_what_decodes(pair: Pair, name: str, settings: Mapping[str, object], err: Console) -> None:
-    """Prints the models, their device and dtype, and the method, and how much of the text the draft model can draft."""
+def _say_what_decodes(pair: Pair, name: str, settings: Mapping[str, object], err: Console, *, quiet: bool) -> None:
+    """Prints the models, their device and dtype, and the method, and how much of the text the draft model can draft. Nothing
+    with `quiet`."""
+    if quiet:
+        return
     uses_draft = methods.find(name).uses_draft_model
     err.print(Text(f"{models_in_words(pair, with_draft=uses_draft)}, {name}", "quiet"), soft_wrap=True)
     if uses_draft and settings.get("translation") != "text":

@@ -132,6 +132,11 @@ class ParallelCosts:
         return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
 
 
+def usual_window(draft_cost: float) -> int:
+    """Returns the window where nothing may be measured, for a draft pass that costs `draft_cost` target passes."""
+    return _rounded(1 / draft_cost)
+
+
 def _rounded(ratio: float) -> int:
     return min(max(1, round(ratio)), LONGEST_WINDOW)
 

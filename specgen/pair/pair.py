@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -25,7 +24,7 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
-from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes
+from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes, usual_window
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import skip_search
 from specgen.pair.figures import Figures
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from specgen.pair.finding import Found, Search
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
-TRIAL_ROUNDS = 24
 
 
 class Pair:
@@ -72,7 +70,7 @@ class Pair:
         self.parts = PartStore(target, self._target_runner, self._penalties)
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
-        self._knowledge = DraftingKnowledge(self.measurements, draft, self._has_model)
+        self._knowledge = DraftingKnowledge(self.measurements, target, draft, self._has_model)
 
     @property
     def found(self) -> Sequence[Found]:
@@ -202,27 +200,32 @@ class Pair:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
         Loads the draft model if the method runs it in this process. Measures or searches the values of settings that are `auto`,
-        unless an earlier call, also of another process on this machine, has stored them. Without a seed in the request, each run
-        draws a random one.
+        unless an earlier call, also of another process on this machine, has stored them. For a repeatable request they follow
+        from the models' sizes instead. Without a seed in the request, each run draws a random one, and a repeatable one takes 0.
         """
         self._check_open()
         method, settings, sampling = request.method, request.settings, request.sampling
         passes = adaptive = window = None
         if settings.values.get("skip") == "auto":
-            skips = skip_search.find_skips(self.measurements, self.target, partial(skipping_speed, self))
+            if request.is_repeatable:
+                skips = skip_search.usual_skips(self.target)
+            else:
+                skips = skip_search.find_skips(self.measurements, self.target, partial(skipping_speed, self))
             settings = settings.with_value("skip", skips)
         if method.is_parallel and self.draft is not None:
             is_auto = settings.values["window"] == "auto"
-            if is_auto or self._knowledge.reads_pass_costs(request):
+            if is_auto and request.is_repeatable:
+                settings = settings.with_value("window", usual_window(self._knowledge.draft_cost))
+            elif is_auto or self._knowledge.reads_pass_costs(request):
                 passes = pass_costs(self, request.typical_length, sampling, record=request.record)
             if is_auto and passes is not None:
                 window = passes.run_window(is_flexible=has_flexible_window(self, sampling))
                 settings = settings.with_value("window", passes.window.size)
         if settings.policy == Adaptive.name:
-            adaptive = self._knowledge.inputs(request, passes, self._trial)
+            adaptive = self._knowledge.inputs(request, passes)
         setup = replace(
             self._setup(method, sampling, len(request.prompt_ids) + min(request.limit, RESERVED)),
-            seed=secrets.randbits(32) if sampling.seed is None else sampling.seed,
+            seed=_seed(request),
             eos_ids=frozenset() if sampling.ignore_eos else self.target.eos_ids,
             record=request.record,
             window=window,
@@ -248,13 +251,6 @@ class Pair:
         if not method.uses_draft_model or self.draft is not None:
             return method.runs_model
         return self.parts.stand_in(method) is not None
-
-    def _trial(self, request: Request) -> None:
-        """Decodes up to `TRIAL_ROUNDS` rounds of the request without its seed: a run without a seed learns from the times of its
-        rounds what drafting costs."""
-        unseeded = replace(request, sampling=replace(request.sampling, seed=None))
-        for _ in islice(self.run(unseeded).rounds(), TRIAL_ROUNDS):
-            pass
 
     def _setup(self, method: Method, sampling: SamplingParams, capacity: int) -> Setup:
         """Returns what every run is made from: the model runners and the sampling, without seed and end-of-sequence ids.
@@ -360,6 +356,12 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _seed(request: Request) -> int:
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return 0 if request.is_repeatable else secrets.randbits(32)
 
 
 def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:

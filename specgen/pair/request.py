@@ -48,6 +48,17 @@ class Request:
             )
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing in the run may follow from measured times, from earlier runs or from chance.
+
+        The same request has to give the same tokens, and these depend on the drafts if they are drawn with a seed, and if the
+        method is lossy. In other runs a draft changes no token.
+        """
+        if self.sampling.greedy:
+            return not self.method.lossless
+        return self.sampling.seed is not None
+
+    @property
     def typical_length(self) -> int:
         return typical_length(len(self.prompt_ids), self.limit)
 

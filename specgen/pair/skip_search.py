@@ -42,6 +42,15 @@ def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[
     return measurements.get(SKIPS, (), search, str, with_draft=False)
 
 
+def usual_skips(target: LoadedModel) -> str:
+    """Returns the layers to skip where nothing may be measured: every second one between the first and the last.
+
+    They are the first ones that a search tries. Raises SpecgenError as `find_skips`.
+    """
+    target.model.check_layers("layer skipping")
+    return str(next(_guesses(target.model.shape.num_layers)))
+
+
 def example_prompts(target: LoadedModel) -> list[list[int]]:
     """Returns the prompts (token ids) of short measurements: the first tokens of one bundled example prompt per category.
 
