@@ -32,7 +32,7 @@ ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
     # models
-    "target": ("-t MODEL", "The target model: a Hugging Face id or a folder. Default: the bundled demo pair."),
+    "target": ("-t MODEL", "The target model: a Hugging Face id, a folder or a GGUF file. Default: the bundled demo pair."),
     "draft": ("-d MODEL", "The draft model: an id or a folder; none: no drafter. Default: one found on this machine."),
     "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
