@@ -45,6 +45,7 @@ def command(*arguments: str, **environment: str) -> tuple[int, str, str]:
         own_folders(**environment),
         patch.object(sys, "argv", ["specgen", *arguments]),
         patch.object(sys, "stdin", nothing),
+        patch("typer.rich_utils.MAX_WIDTH", None),  # which typer reads once: COLUMNS alone decides
         patch("gc.disable"),  # a program of its own may stop collecting garbage, this process may not
         patch("gc.freeze"),
         redirect_stdout(out),

@@ -68,8 +68,10 @@ def test_several_lines_scroll_the_terminal_before_the_cursor_is_saved() -> None:
     assert "1 of 1 run  sd:k=8\x1b" in screen.written, "no time is left"
 
 
-@pytest.mark.parametrize("options", [{"terminal": False}, {"quiet": True}])
-def test_nothing_is_shown_without_a_terminal_or_with_quiet(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"terminal": False}, {"quiet": True}, {"dumb": True}])
+def test_nothing_is_shown_without_a_terminal_or_with_quiet(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if options.pop("dumb", False):  # a terminal that obeys no cursor movements
+        monkeypatch.setenv("TERM", "dumb")
     screen = Screen(**options)
     with screen.progress as line:
         line.announce("loading")
@@ -122,8 +124,12 @@ def test_models_report_their_chunks(
         pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=12, ignore_eos=True))
     target, draft, total = reports[0][0], reports[-1][0], reports[-1][2]
     assert target != draft
-    assert reports[:4] == [(target, done, 23) for done in (0, 10, 20, 23)]
-    assert reports[4:] == [(draft, done, total) for done in (0, 10, 20, total)], "one pass each, then none"
+    for source, tokens in ((target, 23), (draft, total)):
+        done = list(dict.fromkeys(each for who, each, of in reports if (who, of) == (source, tokens)))
+        assert done == sorted(done)
+        assert {0, 10, 20, tokens} <= set(done)
+    order = [who for who, _, _ in reports]
+    assert order == sorted(order, key=[target, draft].index), "the target's prompt, then the draft's, then none"
     for method in ("eagle", "eesd-beta", "pearl") if backend == "native" else ():
         demo_pair.forget()
         reports.clear()
@@ -134,7 +140,27 @@ def test_models_report_their_chunks(
         assert all(ends.values())
 
 
-def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
+def test_layers_of_a_pass_report_shares_of_its_tokens(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there is progress while the first pass runs."""
+    reports: list[tuple[int, int]] = []
+    monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
+    pair = pair_of("llama", "near", "native")
+    layers = pair.target.model.shape.num_layers
+    pair.forget()
+    with prefill_reports.to(lambda _, done, total: reports.append((done, total))):
+        pair.generate(PROMPT, "ar", SamplingParams(max_new_tokens=3, ignore_eos=True))
+    passes = [(0, 10), (10, 10), (20, 3)]
+    within = [before + size * done // layers for before, size in passes for done in range(layers)]
+    assert [done for done, total in reports if total == 23] == sorted([*within, 0, 10, 20, 23])
+    assert not [each for each in reports if each[1] != 23], "later passes report nothing"
+    reports.clear()
+    pair.forget()
+    with prefill_reports.to(lambda _, done, total: reports.append((done, total))):
+        pair.generate(PROMPT[:9], "ar", SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert not reports, "a short prompt"
+
+
+def test_the_bar_appears_after_a_second_and_is_erased_at_the_end() -> None:
     """And begins at the cursor, where an answer may have begun."""
     screen, now = Screen(), [0.0]
 
@@ -146,9 +172,10 @@ def test_the_bar_appears_after_two_seconds_and_is_erased_at_the_end() -> None:
     with reading_prompt(screen.progress, lambda: now[0]):
         assert written(1, 0, 32_000, 0) == written(1, 1024, 32_000, PREFILL_DELAY - 0.01) == ""
         assert "2,048 of 32,000 tokens  reading the prompt" in written(1, 2048, 32_000, PREFILL_DELAY)
+        assert written(1, 2049, 32_000, PREFILL_DELAY + 0.1) == "", "not so often"
         assert written(1, 32_000, 32_000, 9) == ERASE
         assert "0 of 8,000 tokens" in written(2, 0, 8_000, 9), "the draft's, at once: the user has waited before"
-        assert "500 of 10,000 tokens" in written(3, 500, 2_000, 9)
+        assert "500 of 10,000 tokens" in written(3, 500, 2_000, 10)
     assert screen.written == ERASE, "an interrupted prefill leaves no bar"
     assert written(2, 1, 2, 9) == ""
 

@@ -12,6 +12,7 @@ RAPL's counters restart at 0 at the end of their range, after 10 minutes or more
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,11 +75,12 @@ class PrefillReports:
 
     One object serves the whole process, because models report from several threads. The observer is called with a number that
     identifies the KV cache (heads and exit layers have caches of their own), the number of tokens that have been run, and the
-    number to run in all.
+    number to run in all. While a pass runs, its layers count as shares of its tokens.
     """
 
     def __init__(self) -> None:
         self._observer: Callable[[int, int, int], None] | None = None
+        self._pass = threading.local()  # of each thread: source, tokens before the pass, in it, and in all
 
     @contextmanager
     def to(self, observer: Callable[[int, int, int], None]) -> Iterator[None]:
@@ -92,6 +94,23 @@ class PrefillReports:
     def report(self, source: int, done: int, total: int) -> None:
         if (observer := self._observer) is not None:
             observer(source, done, total)
+
+    @contextmanager
+    def within(self, source: int, done: int, size: int, total: int) -> Iterator[None]:
+        """While the block runs a pass over `size` tokens in this thread, `layer` reports."""
+        outer = getattr(self._pass, "running", None)
+        self._pass.running = source, done, size, total
+        try:
+            yield
+        finally:
+            self._pass.running = outer
+
+    def layer(self, done: int, layers: int) -> None:
+        """Reports that `done` of the model's `layers` have run the pass, if it is one over a long prompt."""
+        running = getattr(self._pass, "running", None)
+        if self._observer is not None and running is not None:
+            source, before, size, total = running
+            self.report(source, before + size * done // layers, total)
 
 
 prefill_reports = PrefillReports()

@@ -10,6 +10,7 @@ import errno
 import gc
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from functools import wraps
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import ReportedInterrupt, interrupts
@@ -28,6 +29,8 @@ from specgen.cli.commands import command
 from specgen.cli.options import COMMANDS
 
 INTERRUPTED = 130
+_OTHER_NAMES = {"--temp": "--temperature", "--max-tokens": "--max-new-tokens"}  # of options, in other programs
+_OTHER_COMMANDS = {"chat": "specgen generate --chat", "run": "specgen generate --chat"}
 _LONGEST = 1000  # characters of a message
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
@@ -76,6 +79,7 @@ def _main_of_ranks() -> int:
 def _main() -> int:
     """Runs the `specgen` command and returns its exit code."""
     _prepare_streams()
+    _drop_sizes_that_are_none()
     try:
         code = app(standalone_mode=False, prog_name="specgen")
     except (KeyboardInterrupt, typer.Abort):
@@ -100,6 +104,13 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
         elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):  # the latter in a C locale
             stream.reconfigure(errors="replace")
+
+
+def _drop_sizes_that_are_none() -> None:
+    """Removes variables for the terminal's size that hold no positive number: Rich and typer would fail with some of them."""
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        if re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "1")) is None:
+            del os.environ[name]
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
@@ -201,20 +212,49 @@ _SHARED: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable
 _SHARED["context_settings"] = {"help_option_names": ["--help", "-h"]}
 
 
-class CommandGroup(TyperGroup):
+class _PlainFlags:
+    """Shows no type for flags, such as --help, in the help: they take no value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
+    """One of the four commands."""
+
+
+class CommandGroup(_PlainFlags, TyperGroup):
     """The group of the four commands. It makes a command's options only when that command is called, because making the options
     of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in _OTHER_COMMANDS:
+            ctx.fail(f"there is no command {args[0]!r}; for a conversation take {_OTHER_COMMANDS[args[0]]}")
+        args = with_our_names(args)
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = with_options(args[0], shows_all="--help-all" in args or "_SPECGEN_COMPLETE" in os.environ)
         return super().resolve_command(ctx, args)
 
 
+def with_our_names(args: list[str]) -> list[str]:
+    """Returns arguments with our names for options that other programs call otherwise, up to an argument `--`."""
+    ours: list[str] = []
+    for position, arg in enumerate(args):
+        if arg == "--":
+            return [*ours, *args[position:]]
+        name, equals, value = arg.partition("=")
+        ours.append(_OTHER_NAMES.get(name, name) + equals + value)
+    return ours
+
+
 def with_options(name: str, *, shows_all: bool = True) -> Any:
     """Returns the typer command `name` with all its options."""
     single = typer.Typer(add_completion=False, **_SHARED)
-    single.command(name, help=COMMANDS[name][0])(reported(command(name, shows_all=shows_all)))
+    single.command(name, cls=Command, help=COMMANDS[name][0])(reported(command(name, shows_all=shows_all)))
     return typer.main.get_command(single)
 
 

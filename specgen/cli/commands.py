@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
+from specgen.base.types import DRAFT_DTYPES
 from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN, ModelOptions
 
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
@@ -69,6 +70,20 @@ def _completed_setting(context: typer.Context, incomplete: str) -> list[str]:
     return [f"{each}=" for each in _settings_of(context.params.get("method") or "") if each.startswith(incomplete)]
 
 
+def _values(name: str, metavar: str) -> tuple[str, ...]:
+    """Returns the values that an option's help lists, such as `auto|native|transformers`; none if it lists none."""
+    if name == "draft_dtype":
+        return DRAFT_DTYPES
+    return tuple(value for value in metavar.split("|") if value != "cuda:N") if "|" in metavar else ()
+
+
+def _completion_of(values: Sequence[str]) -> Callable[[typer.Context, str], list[str]]:
+    def completed(context: typer.Context, incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return completed
+
+
 def _settings_of(name: str) -> list[str]:
     from specgen import methods
 
@@ -101,6 +116,8 @@ def _parameter(
         more["autocompletion"] = _completed
     elif field.name == "settings":
         more["autocompletion"] = _completed_setting
+    elif values := _values(field.name, metavar or ""):
+        more["autocompletion"] = _completion_of(values)
     is_argument = field.name in ARGUMENTS
     if not is_argument:
         more["hidden"] = is_hidden

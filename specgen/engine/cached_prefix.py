@@ -12,6 +12,7 @@ from specgen.base.types import Context
 from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes, chain_parents
 
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
+_LEAST_REPORTED = 128  # tokens; a shorter prompt takes no long time
 _SMALLEST_CHUNK = 256  # fewer would be slower
 _MASK_NUMBERS = PREFILL_CHUNK << 15  # most numbers in a pass's mask: bounds its memory; smaller chunks take 10 % more time
 
@@ -103,20 +104,29 @@ class CachedPrefix:
         """
         length, begin = len(context), self.committed
         missing = min(last, length) - begin
-        is_reported = missing > PREFILL_CHUNK
-        if is_reported:
-            prefill_reports.report(id(self), 0, missing)
+        if missing <= min(PREFILL_CHUNK, _LEAST_REPORTED):
+            yield from self._passes(context, draft, last)
+            return
+        prefill_reports.report(id(self), 0, missing)
+        for forward_pass in self._passes(context, draft, last):
+            done = self.committed - begin
+            size = min(forward_pass.last - forward_pass.first, missing - done)
+            with prefill_reports.within(id(self), done, size, missing):
+                yield forward_pass
+            if done + size < missing:
+                prefill_reports.report(id(self), done + size, missing)
+        prefill_reports.report(id(self), missing, missing)
+
+    def _passes(self, context: Context, draft: TreeNodes, last: int) -> Iterator[ForwardPass]:
+        """Yields the passes of `missing_passes` without reports."""
+        length = len(context)
         while length - self.committed > (size := self._chunk_size(context)) and self.committed < last:
             yield self._forward_pass(context, NO_NODES, self.committed, self.committed + size)
             self.committed += size
-            if is_reported and self.committed < begin + missing:
-                prefill_reports.report(id(self), self.committed - begin, missing)
         if self.length < last:
             yield self._forward_pass(context, draft, self.length, length + len(draft.tokens))
             self.committed = length
             self.draft = draft
-        if is_reported:
-            prefill_reports.report(id(self), missing, missing)
 
     def set_committed(self, context: Context, committed: int) -> None:
         """Counts exactly the first `committed` tokens of `context` as cached, because another runner has written them."""

@@ -5,6 +5,7 @@ No thread redraws them, because it would disturb measured times.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.text import Text
 from specgen.base.measuring import prefill_reports
 from specgen.base.text import one_line
 
-PREFILL_DELAY = 2.0  # seconds; the prompt of a small model is over before
+PREFILL_DELAY = 1.0  # seconds; the prompt of a small model is over before
 _BAR = 20  # cells
 _REDRAW_SECONDS = 0.2  # the least time between two drawings of a tuning's bar
 _LINE_SECONDS = 30.0  # between two lines of a training where there is no terminal
@@ -24,7 +25,8 @@ _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # a line is cut at the terminal's edge
 
 
 class Progress:
-    """Lines on a terminal that say what a command is doing. Nothing is shown where `console` is no terminal, or with `quiet`.
+    """Lines on a terminal that say what a command is doing. Nothing is shown with `quiet`, or where `console` is no terminal or
+    one that obeys no cursor movements (`TERM=dumb`).
 
     The lines begin at the cursor, which stays there, so that text before it is not disturbed. As a context manager it erases them
     at the end.
@@ -32,7 +34,7 @@ class Progress:
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         self.console, self.quiet = console, quiet
-        self.is_silent = quiet or not console.is_terminal
+        self.is_silent = quiet or not console.is_terminal or console.is_dumb_terminal
         self._is_shown = False
 
     def __enter__(self) -> Progress:
@@ -105,16 +107,20 @@ def reading_prompt(progress: Progress, clock: Callable[[], float] = time.monoton
     """
     passes: dict[int, tuple[int, int]] = {}  # for each KV cache: tokens done, tokens in all
     begin: float | None = None
+    drawn = -math.inf
 
     def report(source: int, done: int, total: int) -> None:
-        nonlocal begin
-        begin = clock() if begin is None else begin
+        nonlocal begin, drawn
+        now = clock()
+        begin = now if begin is None else begin
         passes[source] = done, total
         all_done, all_total = (sum(counts) for counts in zip(*list(passes.values()), strict=True))
         if all_done >= all_total:
             passes.clear()
             progress.clear()
-        elif clock() - begin >= PREFILL_DELAY:
+            drawn = -math.inf
+        elif now - begin >= PREFILL_DELAY and now - drawn >= _REDRAW_SECONDS:
+            drawn = now
             progress.bar("reading the prompt", all_done / all_total, f"{all_done:,} of {all_total:,} tokens")
 
     if progress.is_silent:

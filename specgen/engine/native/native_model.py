@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specgen.base.measuring import prefill_reports
 from specgen.base.types import Context
 from specgen.engine.devices import inference, move
 from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
@@ -295,9 +296,10 @@ class NativeForward:
         Without gradients, `hidden` is changed.
         """
         model, found = self.model, dict[int, torch.Tensor]()
-        for layer, part in self._layers:
+        for done, (layer, part) in enumerate(self._layers):
             if part.layer in self.taps:
                 found[part.layer] = hidden.clone()  # the layers change the stream in place
+            prefill_reports.layer(done, len(self._layers))
             hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
         hidden = move(hidden, model.device)
         if not self.taps:
