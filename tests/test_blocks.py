@@ -17,7 +17,7 @@ from families import make_model, model_of
 from runner_checks import path_to
 
 import specgen
-from specgen import demo
+from specgen import demo, methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
@@ -26,6 +26,7 @@ from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods.marginal_tree import MarginalTreeDrafter
+from specgen.methods.runs import make_drafter
 
 THREE = (3, 3)
 
@@ -139,3 +140,11 @@ def test_best_first_trees_have_the_likeliest_paths(seed: int, k: int) -> None:
     made = drafter.propose(context, Fixed(k), 9)
     tokens, parents = list(made.tokens), list(made.parents)
     assert {tuple(path_to(tokens, parents, node)) for node in range(9)} == set(sorted(values, key=lambda path: -values[path])[:9])
+
+
+@pytest.mark.parametrize(("method", "lacking"), [("block", "this head has none"), ("eesd-cali", "the exit layer has none")])
+def test_a_policy_without_its_predictor_names_what_lacks_it(method: str, lacking: str) -> None:
+    chosen = methods.find(method)
+    settings = methods.resolve(chosen, {"policy": "cali-ts"} if method == "block" else {})
+    with pytest.raises(SpecgenError, match=lacking):
+        make_drafter(chosen, settings, Setup(RowTable(CASES[0]), SamplingParams(), 5))

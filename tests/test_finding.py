@@ -23,6 +23,7 @@ import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.cli.app import app
+from specgen.engine import weights
 from specgen.engine.model_loading import ModelSource, describe, prepare
 from specgen.pair import finding, loading, trial
 from specgen.pair.finding import Search, search
@@ -112,6 +113,17 @@ def test_a_damaged_memory_is_made_anew(place: Path, content: str) -> None:
     assert names(place) == ([] if "kind" in content else ["small"])
 
 
+def test_a_start_reads_the_weights_for_fingerprints_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = Mock(side_effect=weights._digests)
+    monkeypatch.setattr(weights, "_digests", digests)
+    monkeypatch.setattr(weights, "_known_digests", {})
+    first = weights.weights_fingerprint(place / "big")
+    assert weights.weights_fingerprint(place / "big") == first
+    assert digests.call_count == 1
+    shutil.copy(place / "small" / "model.safetensors", place / "big" / "model.safetensors")
+    assert weights.weights_fingerprint(place / "big") != first
+
+
 # what is searched
 
 
@@ -157,9 +169,9 @@ def test_a_model_with_other_tokens_is_no_drafter(place: Path) -> None:
 
 
 def test_a_model_that_lacks_a_tensor_is_left_out_with_one_line(place: Path) -> None:
-    weights = load_file(place / "small" / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, place / "small" / "model.safetensors")
+    tensors = load_file(place / "small" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, place / "small" / "model.safetensors")
     assert len(searched(place).left_out) == 1, "known from the headers"
     ended = generated(place)
     assert ended.exit_code == 0

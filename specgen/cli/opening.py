@@ -63,6 +63,7 @@ def open_pair(
         os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
+        loading.announce("loading torch")
         from specgen.pair.loading import load
 
         interrupts.check()

@@ -9,6 +9,7 @@ SpecgenError of one line that calls the files' owner by name, such as "the head 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from specgen.engine.gguf.file import gguf_fingerprint, is_gguf, open_gguf
 from specgen.engine.gguf.tensors import GgufTensors
 
 Shape = tuple[int, ...]
+_known_digests: dict[tuple[int, ...], list[bytes]] = {}  # by device, inode, size and time of change of a file
 
 # Returns the tensor with this name, in the shape that a layer of the model has, on the device of the weights.
 Take = Callable[[str], torch.Tensor]
@@ -306,7 +308,11 @@ def weights_fingerprint(folder: Path) -> str:
     digests: list[bytes] = []
     for path in sorted(folder.glob("*.safetensors")):
         with reading_weights(str(path)), path.open("rb") as file:
-            digests += _digests(file)
+            facts = os.fstat(file.fileno())
+            state = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+            if state not in _known_digests:  # a start asks a dozen times
+                _known_digests[state] = _digests(file)
+            digests += _known_digests[state]
     return _combined(digests)
 
 

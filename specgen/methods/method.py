@@ -158,7 +158,10 @@ class Method:
         )
 
     def without_predictor(self) -> SpecgenError:
-        """Returns the error to raise if the length policy needs an acceptance predictor and the exit layer has none."""
+        """Returns the error to raise if the length policy needs a predictor of acceptance, and the drafter has none."""
+        if not self.needs_exit_layer:
+            problem = f"{self.name} with policy=cali-ts needs a head with a predictor of acceptance, and this head has none"
+            return SpecgenError(problem, "Use policy=beta-ts, set model_prediction=false, or take a head such as DSpark's")
         hint = "Train another with specgen tune --train, set model_prediction=false, or use policy=beta-ts"
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
 

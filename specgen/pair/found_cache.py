@@ -18,9 +18,10 @@ from specgen.base.machine import versions
 _FORMAT = 1  # of a search and of its file; a change of either is a new number
 
 
-def search_state(folders: Sequence[Path]) -> str:
-    """Returns a hash that changes when a file in one of the folders changes, and with the versions of the libraries."""
-    listed = [[str(folder), _entries(folder)] for folder in folders]
+def search_state(places: Sequence[Path]) -> str:
+    """Returns a hash that changes when one of these files, or a file in one of these folders, changes, and with the versions of
+    the libraries."""
+    listed = [[str(place), _entries(place)] for place in places]
     facts = json.dumps([_FORMAT, versions(), listed])
     return sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -45,14 +46,15 @@ def _file(target: Path) -> Path:
     return cache_folder() / "drafters" / f"{name}.json"
 
 
-def _entries(folder: Path) -> list[list[Any]]:
-    """Returns name, size and time of change of each file in a folder; of a link, those of the file that it names."""
-    entries = []
+def _entries(place: Path) -> list[list[Any]]:
+    """Returns name, size and time of change of a file, or of each file in a folder; of a link, those of what it names."""
     with suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            facts: list[Any] = [name]
-            with suppress(OSError):
-                found = os.stat(folder / name)
-                facts += [found.st_size, found.st_mtime_ns]
-            entries.append(facts)
-    return entries
+        return [_facts(place / name) for name in sorted(os.listdir(place))]
+    return [_facts(place)]
+
+
+def _facts(path: Path) -> list[Any]:
+    with suppress(OSError):
+        found = path.stat()
+        return [path.name, found.st_size, found.st_mtime_ns]
+    return [path.name]

@@ -51,6 +51,7 @@ class OwnEmbeddings:
         return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
 
 
+_LEAST_RETURNED = 1 << 27  # bytes of weights; memory that is returned has to be cleared again for the next layers
 _OWN = tuple(f"{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
 
 
@@ -351,6 +352,7 @@ def load_native(
         # before the layers: packing needs the head twice for a moment
         parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
         (_, kinds), layers = layer_kinds(architecture, devices), []
+        unreturned = 0
         for index, on in enumerate(devices):
             files.use_device(on)
             weights = layer_weights(architecture, index, files.take, dtype, gain)
@@ -359,8 +361,12 @@ def load_native(
             layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], **options))
             del weights
             files.close()
-            if not files.are_copied:
+            unreturned += files.bytes // len(devices)
+            if not files.are_copied and unreturned >= _LEAST_RETURNED:
                 return_free_memory()
+                unreturned = 0
+        if not files.are_copied:
+            return_free_memory()
         return NativeModel(architecture, layers, parts, dtype, norm_gain=gain, exact=exact, layer_devices=layer_devices)
 
 
