@@ -6,7 +6,8 @@ The usual schedule of speculative decoding (`sequential`: draft, then verify) is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,8 @@ class Run:
     with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
     `settings` are the method's, with measured values in place of `auto`. `seed` is the seed of all random numbers of the run.
     `costs` are the pass times (`methods.pearl.ParallelCosts`) from which PEARL's window was computed; None for other methods, and
-    if the user gave the window.
+    if the user gave the window. `lock` is held while a round is made, and not between rounds: runs that share models have the
+    same one.
     """
 
     context: Context
@@ -111,11 +113,12 @@ class Run:
     settings: Settings = NO_SETTINGS
     seed: int = 0
     costs: Any = None
+    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 
     def rounds(self) -> Iterator[Round]:
-        return self.schedule(self)
+        return _in_turns(self.schedule(self), self.lock)
 
     @property
     def remaining(self) -> int:
@@ -193,6 +196,21 @@ class Run:
         elif self.stop_texts is not None and self.stop_texts.completed_by(token):
             self.finish_reason = "stop"
         return self.finish_reason is not None
+
+
+def _in_turns(rounds: Iterator[Round], lock: AbstractContextManager[Any]) -> Iterator[Round]:
+    """Yields the rounds, each made while `lock` is held, so that an unfinished run of one thread keeps no other one waiting."""
+    try:
+        while True:
+            with lock:
+                round_ = next(rounds, None)
+            if round_ is None:
+                return
+            yield round_
+    finally:
+        if isinstance(rounds, Generator):
+            with lock:
+                rounds.close()
 
 
 def sequential(run: Run) -> Iterator[Round]:

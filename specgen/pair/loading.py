@@ -313,6 +313,7 @@ def with_found(
 def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
     other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
     other.parts = pair.parts
+    other.lock = pair.lock
     other.searched = pair.searched
     other.measurements.threads = pair.measurements.threads
     return other

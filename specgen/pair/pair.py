@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial, wraps
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -46,11 +47,26 @@ from specgen.workers.worker import DraftWorker
 if TYPE_CHECKING:
     from specgen.pair.finding import Found, Search
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
+
+
+def _in_turn(function: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenate[Pair, P], T]:
+    """Decorates a method of `Pair` to wait until no other thread runs the pair's models."""
+
+    @wraps(function)
+    def waiting(pair: Pair, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with pair.lock:
+            return function(pair, *args, **kwargs)
+
+    return waiting
 
 
 class Pair:
     """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
+
+    Threads may share a pair: their calls wait for one another, and rounds of unfinished runs are made in turns.
 
     The models' KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the
     process that runs the draft model for PEARL; None if this process does.
@@ -60,6 +76,7 @@ class Pair:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
         self.searched: Search | None = None  # what `load` found for the target, if it was asked to look
+        self.lock = RLock()  # of all that changes models' caches; pairs with the same target share it
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
@@ -150,6 +167,7 @@ class Pair:
         results = [self._result(request, perplexity=perplexity) for request in requests]
         return results[0] if prompts is None else results
 
+    @_in_turn
     def _result(self, request: Request, *, perplexity: bool) -> Result:
         run = self.run(request)
         computed = run.uncached_tokens
@@ -177,7 +195,8 @@ class Pair:
         name, written = methods.split(methods.DEFAULT_METHOD if method is None else str(method))
         chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
-        has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
+        with self.lock:  # it may load the part
+            has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
         ids, turn_end = encoded(prompt, self.tokenizer)
         sampling = sampling_with(sampling, settings, turn_end)
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
@@ -188,6 +207,7 @@ class Pair:
             raise refusal
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
 
+    @_in_turn
     def prepare(self, request: Request) -> Run:
         """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits until the process that runs the
         draft model is ready, so that the first round need not wait."""
@@ -196,6 +216,7 @@ class Pair:
             draft_worker(self).ready()
         return run
 
+    @_in_turn
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
@@ -244,7 +265,9 @@ class Pair:
         stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
         clock = Clock(device_timer(self.target.device))
         costs = None if window is None else passes
-        return runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+        made = runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+        made.lock = self.lock
+        return made
 
     def _has_model(self, method: Method) -> bool:
         """Whether a model, or a part of the target, makes at least some of the method's drafts."""
@@ -283,6 +306,7 @@ class Pair:
 
     # between runs
 
+    @_in_turn
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
         """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.
 
@@ -291,6 +315,7 @@ class Pair:
         runner = self.target.runner() if self.target.has_penalties else self._target_runner
         return runner.log_likelihood(prompt_ids, token_ids)
 
+    @_in_turn
     def warm_up(
         self,
         announce: Callable[[str], None] = lambda _: None,
@@ -319,6 +344,7 @@ class Pair:
             some_passes()
         self.forget()
 
+    @_in_turn
     def reserve(self, capacity: int) -> None:
         """Makes the KV caches of all later runs large enough for `capacity` tokens at once.
 
@@ -326,6 +352,7 @@ class Pair:
         """
         self._reserved = max(self._reserved, capacity)
 
+    @_in_turn
     def forget(self) -> None:
         """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
         self._history.clear()
@@ -336,6 +363,7 @@ class Pair:
         if self._worker is not None:
             self._worker.forget()
 
+    @_in_turn
     def close(self) -> None:
         """Ends the process that runs the draft model, and stores the costs of drafting that runs have learned.
 

@@ -1,0 +1,95 @@
+"""Threads that share a pair of models: calls wait for one another, and unfinished runs keep nobody waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from specgen.base.types import SamplingParams
+from specgen.pair.pair import Pair
+
+PROMPTS = ([5, 9, 7, 3], [8, 6, 6, 1], [4, 4, 4])
+METHODS = ("ar", "sd", "adaptive", "pearl", "selfsd")
+SAMPLING = SamplingParams(max_new_tokens=12, ignore_eos=True)
+LONGEST = 60.0  # seconds
+
+
+@pytest.fixture
+def slow(near: Pair) -> Pair:
+    """A pair whose target lets other threads run in the middle of each pass."""
+    runner: Any = near._target_runner
+    forward = runner._forward
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.001)
+        return forward(*args, **kwargs)
+
+    runner._forward = waiting
+    return near
+
+
+def settings_of(method: str) -> dict[str, Any]:
+    return {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}.get(method, {})
+
+
+def at_once(work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Calls `work` in threads of their own, with one argument each, and returns the results in order."""
+    with ThreadPoolExecutor(len(arguments)) as threads:
+        return [future.result(LONGEST) for future in [threads.submit(work, argument) for argument in arguments]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_that_call_one_pair_get_their_own_tokens(slow: Pair, method: str) -> None:
+    def tokens(prompt: list[int]) -> list[int]:
+        return slow.generate(prompt, method, SAMPLING, **settings_of(method)).token_ids
+
+    def tokens_of_rounds(prompt: list[int]) -> list[int]:
+        rounds = slow.rounds(prompt, method, SAMPLING, **settings_of(method))
+        return [token for round_ in rounds for token in round_.token_ids]
+
+    expected = [slow.generate(prompt, "ar", SAMPLING).token_ids for prompt in PROMPTS]
+    assert at_once(tokens, *PROMPTS) == expected
+    assert at_once(tokens_of_rounds, *PROMPTS) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unfinished_run_keeps_no_thread_waiting(slow: Pair, method: str) -> None:
+    first, second, third = PROMPTS
+    expected = [slow.generate(prompt, "ar", SAMPLING).token_ids for prompt in PROMPTS]
+    rounds = slow.rounds(first, method, SAMPLING, **settings_of(method))
+    begun = [token for round_ in islice(rounds, 2) for token in round_.token_ids]
+
+    def others(prompt: list[int]) -> list[int]:
+        slow.forget()
+        return slow.generate(prompt, method, SAMPLING, **settings_of(method)).token_ids
+
+    assert at_once(others, second) == [expected[1]]
+    assert others(third) == expected[2], "a call of the same thread"
+    rest = [token for round_ in rounds for token in round_.token_ids]
+    assert begun + rest == expected[0]
+
+
+def test_measuring_and_forgetting_wait_for_a_run(slow: Pair) -> None:
+    def generated(_: object) -> list[int]:
+        return slow.generate(PROMPTS[0], "sd", SAMPLING).token_ids
+
+    def likelihood(_: object) -> float:
+        return slow.log_likelihood(PROMPTS[1], PROMPTS[2])
+
+    def forget(_: object) -> None:
+        for _turn in range(20):
+            slow.forget()
+            time.sleep(0.001)
+
+    expected = generated(None)
+    likely = likelihood(None)
+    calls = (generated, likelihood, forget, generated, likelihood)
+    found = at_once(lambda call: call(None), *calls)
+    assert found[0] == found[3] == expected
+    assert found[1] == pytest.approx(likely, abs=1e-3)
+    assert found[4] == pytest.approx(likely, abs=1e-3)
