@@ -102,4 +102,4 @@ def test_the_published_file_has_the_tokens_of_its_model(published: Any) -> None:
     assert tokenizer.warning is None
     assert published.target.eos_ids == {0, 2}
     assert tokenizer.conversation(MESSAGES)[:2] == [1, 9690]  # <|im_start|>system
-    assert tokenizer.turn_end == ""  # a special token ends an answer
+    assert tokenizer.turn_end == "<|im_end|>"

@@ -60,8 +60,11 @@ def run_baseline(
     assistant = pair.draft.transformers_module if needs_draft and pair.draft is not None else None
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
     options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
-    end = _StopText(StopTexts(sampling.stop, pair.tokenizer.detokenizer(prompt_ids).push), len(prompt_ids))
-    if sampling.stop:
+    for module in filter(None, (target, assistant)):
+        module.generation_config.stop_strings = None  # transformers would ask for a tokenizer; they are in `sampling`
+    stops = StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids)
+    end = _StopText(stops, len(prompt_ids))
+    if stops is not None:
         options["stopping_criteria"] = [end]
     torch.manual_seed(seed)
     verbosity = logging.get_verbosity()
@@ -96,7 +99,7 @@ def run_baseline(
 class _StopText:
     """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that completes it."""
 
-    def __init__(self, texts: StopTexts, prompt_length: int) -> None:
+    def __init__(self, texts: StopTexts | None, prompt_length: int) -> None:
         self._texts = texts
         self._begin = prompt_length
         self.seen: list[int] = []
@@ -106,7 +109,7 @@ class _StopText:
         for token in ids[0, self._begin + len(self.seen) :].tolist():
             if not self.is_reached:
                 self.seen.append(token)
-                self.is_reached = self._texts.completed_by(token)
+                self.is_reached = self._texts is not None and self._texts.completed_by(token)
         return ids.new_full((1,), self.is_reached).bool()
 
 

@@ -111,8 +111,8 @@ class Runner:
     def __init__(self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        if config.chat:  # an answer ends as `Pair.request` ends one to messages
-            config = replace(config, sampling=sampling_with(config.sampling, {}, pair.tokenizer.turn_end))
+        turn_end = pair.tokenizer.turn_end if config.chat else ""  # an answer ends as `Pair.request` ends one
+        config = replace(config, sampling=sampling_with(config.sampling, {}, pair.target, turn_end))
         self.pair, self.config, self._trace = pair, config, trace
         self.results = Results(config)
         self.deadline, self.is_cut = math.inf, False  # after it, by `time.perf_counter`, no other prompt is begun

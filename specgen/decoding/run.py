@@ -22,22 +22,39 @@ if TYPE_CHECKING:
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import ModelRunner
+    from specgen.engine.text.tokenizer import Tokenizer
 
 NO_SETTINGS = Settings(None, {})
 Schedule = Callable[["Run"], Iterator[Round]]
 
 
 class StopTexts:
-    """Finds the stop strings `texts` in the generated text, token by token. `detokenize` returns the text that a token adds."""
+    """Finds the stop strings `texts` in the generated text, token by token. `detokenize` returns the text that a token adds.
 
-    def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str]) -> None:
+    `tokens` are the special tokens that stop strings name; they stand for no text.
+    """
+
+    def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str], tokens: Collection[int] = ()) -> None:
         self._texts = texts
         self._detokenize = detokenize
+        self._tokens = tokens
         self._tail = ""
         self._kept = max(map(len, texts), default=1) - 1
 
+    @classmethod
+    def of(cls, texts: Sequence[str], tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> StopTexts | None:
+        """Returns what finds these texts in the output after a prompt; None if there are none."""
+        if not texts:
+            return None
+        named = [tokenizer.special_id(text) for text in texts]
+        tokens = frozenset(token for token in named if token is not None)
+        return cls(texts, tokenizer.detokenizer(prompt_ids).push, tokens)
+
     def completed_by(self, token: int) -> bool:
-        """Adds this token to the generated text. Returns whether the text now contains a stop string."""
+        """Adds this token to the generated text. Returns whether the output ends with it: whether the text now contains a stop
+        string."""
+        if token in self._tokens:
+            return True
         self._tail += self._detokenize(token)
         found = any(text in self._tail for text in self._texts)
         self._tail = self._tail[-self._kept :] if self._kept else ""

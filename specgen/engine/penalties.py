@@ -40,6 +40,7 @@ def fits_float32_or_forbids(bias: float) -> bool:
 Count = Annotated[int, Ge(0)]
 Ids = tuple[Count, ...]
 Word = Annotated[Ids, MinLen(1)]
+Text = Annotated[str, MinLen(1)]
 Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 
 
@@ -52,6 +53,7 @@ class GenerationConfig:
     """
 
     eos_token_id: Ids | None = None
+    stop_strings: tuple[Text, ...] | None = None
     sequence_bias: tuple[tuple[Word, Bias], ...] | None = None
     repetition_penalty: Annotated[float, Gt(1 / _LARGEST), Lt(_LARGEST)] | None = None
     no_repeat_ngram_size: Count | None = None
@@ -86,8 +88,9 @@ def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
     known["unsupported"] = {
         name: fields[name] for name, neutral in _UNSUPPORTED.items() if fields.get(name) not in (None, neutral)
     }
-    if isinstance(ends := known.get("eos_token_id"), int):
-        known["eos_token_id"] = [ends]
+    for name, kind in (("eos_token_id", int), ("stop_strings", str)):
+        if isinstance(known.get(name), kind):  # one alone
+            known[name] = [known[name]]
     return check(json.dumps(known), GenerationConfig, where, "Correct it, or download it again")
 
 

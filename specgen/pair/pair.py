@@ -198,7 +198,7 @@ class Pair:
         with self.lock:  # it may load the part
             has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
         ids, turn_end = encoded(prompt, self.tokenizer)
-        sampling = sampling_with(sampling, settings, turn_end)
+        sampling = sampling_with(sampling, settings, self.target, turn_end)
         prompt_ids = check_prompt_ids(ids, self._target_runner.num_embeddings)
         resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)
@@ -262,7 +262,7 @@ class Pair:
             setup = replace(setup, draft=self._skipping_runner(str(settings.values["skip"])))
         elif method.is_parallel and self.draft is not None:
             setup = replace(setup, worker=draft_worker(self))
-        stops = StopTexts(sampling.stop, self.tokenizer.detokenizer(request.prompt_ids).push) if sampling.stop else None
+        stops = StopTexts.of(sampling.stop, self.tokenizer, request.prompt_ids)
         clock = Clock(device_timer(self.target.device))
         costs = None if window is None else passes
         made = runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)

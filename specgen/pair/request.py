@@ -99,16 +99,24 @@ def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str,
     return [*found, {"role": "user", "content": prompt}]
 
 
-def sampling_with(sampling: SamplingParams | None, settings: dict[str, Any], turn_end: str) -> SamplingParams:
+def sampling_with(
+    sampling: SamplingParams | None, settings: dict[str, Any], target: LoadedModel, turn_end: str = ""
+) -> SamplingParams:
     """Returns `sampling` (None: greedy decoding) with the fields of it that `settings` has, which leave `settings`.
 
-    The output also ends before the text `turn_end`, if it is not empty, unless it goes on after end-of-sequence tokens.
+    The output also ends before the stop strings of the target's generation config, and before the text `turn_end`, if it is not
+    empty, unless it goes on after end-of-sequence tokens.
     """
     if not isinstance(sampling, SamplingParams | None):
         raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
     names = [each.name for each in fields(SamplingParams) if each.name in settings]
     made = replace(sampling or SamplingParams(), **{name: settings.pop(name) for name in names})
-    return replace(made, stop=(*made.stop, turn_end)) if turn_end and not made.ignore_eos else made
+    if made.ignore_eos:
+        return made
+    more = [*(target.generation.stop_strings or ())]
+    if turn_end and target.tokenizer.special_id(turn_end) not in target.eos_ids:
+        more.append(turn_end)
+    return replace(made, stop=tuple(dict.fromkeys([*made.stop, *more])))
 
 
 def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:

@@ -70,11 +70,10 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str:
-        """The text that the chat template writes between an answer and the user's next message; empty if this has a special
-        token.
+        """The text with which the chat template closes an answer, before the user's next message: a special token's text if
+        there is one, else all that is between the two; empty if that is not known.
 
-        A special token, such as the end-of-sequence token, ends an answer by itself. After plain text, the model may go on and
-        write the user's next message.
+        After an answer, the model writes this, and may go on with the user's next message.
         """
         roles = ("user", "a"), ("assistant", "ANSWER"), ("user", "QUESTION")
         try:
@@ -82,7 +81,17 @@ class Tokenizer:
         except SpecgenError:  # a template for one turn only
             return ""
         after = text.partition("ANSWER")[2].partition("QUESTION")[0].rstrip()
-        return "" if any(map(self.is_special, self.encode(after, special=False))) else after
+        closing = next(filter(self.is_special, self.encode(after, special=False)), None)
+        return after if closing is None else self.text_of([closing]).strip()
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written as `text`; None if there is none. Spaces around it do not matter."""
+        token = self._ids_by_text.get(text.strip())
+        return token if token is not None and self.is_special(token) else None
+
+    @cached_property
+    def _ids_by_text(self) -> Mapping[str, int]:
+        return self.vocabulary()
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self.template:
@@ -243,7 +252,7 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._before = list(prompt_ids[-_PREFIX:])  # ids whose text has been returned
+        self._before = self._context(prompt_ids)  # ids whose text has been returned
         self._new: list[int] = []  # the ids after them, whose text has not been returned completely
         self._returned = 0  # characters of the new ids' text that have been returned
         self._waited = 0  # tokens since text was returned
@@ -275,5 +284,19 @@ class Detokenizer:
         piece = text[self._returned :]
         self._returned = max(self._returned, len(text))
         if is_all and text:  # without text (special tokens have none) the next id is decoded together with these ids
-            self._before, self._new, self._returned = self._new[-_PREFIX:], [], 0
+            self._before = self._context(self._before + self._new)
+            self._new = []
+            self._returned = 0
         return piece
+
+    def _context(self, ids: Sequence[int]) -> list[int]:
+        """Returns some of the last ids, of which the first begins a character.
+
+        Tokenizers with a token for each byte decode the bytes of neighbouring characters together: if the first ones are the end
+        of a character, none of them is shown.
+        """
+        for size in (*range(_PREFIX, _PREFIX + _MAX_CHARACTER_TOKENS), *range(_PREFIX - 1, 0, -1)):
+            window = list(ids[-size:])
+            if _REPLACEMENT not in self._decode(window):
+                return window
+        return list(ids[-_PREFIX:])
