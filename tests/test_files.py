@@ -232,7 +232,7 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
         raise RunError("cannot write the profile: No space left on device")
 
     monkeypatch.setattr("specgen.tune.tuner.tune", lambda *_: outcome())
-    monkeypatch.setattr("specgen.tune.profile.save", fails)
+    monkeypatch.setattr("specgen.pair.profile.save", fails)
     result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), "--json"])
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == "error: cannot write the profile: No space left on device"

@@ -33,10 +33,11 @@ from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.pair.finding import find_drafters, hint
+from specgen.pair.profile import default_folder, profile_key_of
+from specgen.pair.profile import save as save_profile
 from specgen.tune import tuner
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
-from specgen.tune.profile import default_folder, from_outcome, profile_key_of
-from specgen.tune.profile import save as save_profile
+from specgen.tune.profile import from_outcome
 from specgen.view.theme import console
 
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`

@@ -18,9 +18,10 @@ from specgen.cli.options import COMMANDS
 from specgen.cli.tune import json_line
 from specgen.engine.native.families import FAMILIES
 from specgen.methods import METHODS
+from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
-from specgen.tune import profile as profiles
 from specgen.tune.export import ENGINES
+from specgen.tune.profile import from_outcome
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}  # vLLM's, torchrun's, and an option of tests/benchmark.py
@@ -97,7 +98,7 @@ def test_profiles_are_for_the_commands_only(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     key = profiles.profile_key_of(demo_pair)
-    profiles.save(profiles.from_outcome(outcome(), key), profiles.default_folder(key, SamplingParams()))
+    profiles.save(from_outcome(outcome(), key), profiles.default_folder(key, SamplingParams()))
     options = ("--device", "cpu", "--dtype", "float32", "--json", "-n", "4", "abc")
     start: dict[str, Any] = parsed(run_main(monkeypatch, capfd, "generate", *options)[1])[0]
     assert start["settings"]["threshold"] == 0.45

@@ -27,9 +27,9 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, resolve
+from specgen.pair import profile as profiles
 from specgen.pair import skip_search
 from specgen.pair.pair import Pair, pass_costs
-from specgen.tune import profile as profiles
 from specgen.tune import tuner
 from specgen.tune.outcome import (
     SEARCHED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from copy import deepcopy
@@ -24,9 +25,10 @@ from specgen.cli.app import app
 from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import SpeedupModel
+from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
-from specgen.tune import profile as profiles
 from specgen.tune.outcome import Candidate
+from specgen.tune.profile import from_outcome
 
 
 def opened(pair: tuple[str, ...]) -> Pair:
@@ -41,7 +43,7 @@ def key(pair: tuple[str, ...]) -> profiles.Conditions:
 
 @pytest.fixture
 def folder(key: profiles.Conditions, tmp_path: Path) -> Path:
-    profiles.save(profiles.from_outcome(outcome(), key), tmp_path)
+    profiles.save(from_outcome(outcome(), key), tmp_path)
     return tmp_path
 
 
@@ -118,7 +120,7 @@ def test_a_process_killed_before_the_end_leaves_the_old_profile(folder: Path, mo
 
 def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
     named = ("--profile", str(folder))
-    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12  6 tokens" in generated(pair, *named)
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12  stopped at 6 tokens" in generated(pair, *named)
     assert "tuned, not confirmed: sd:k=3" in generated(pair, *named, "-m", "sd"), "it was only simulated"
     assert "tuned" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
     assert "tuned" not in generated(pair, *named, "-m", "heuristic")
@@ -129,7 +131,7 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
     found = profiles.load(folder)
     chosen = profiles.Choice(method="pearl", settings={"window": 5})
     profiles.save(found.model_copy(update={"chosen": chosen}), folder)
-    assert "tuned: pearl:window=5  6 tokens" in generated(pair, *named), "the window is shown once"
+    assert "tuned: pearl:window=5  stopped at 6 tokens" in generated(pair, *named), "the window is shown once"
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
 
 
@@ -181,7 +183,7 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
 ) -> None:
     prompts, trace = tmp_path / "prompts.yaml", tmp_path / "trace.jsonl"
     prompts.write_text("prompts: [abc, bcd, {prompt: cde, tuning: true}]")
-    profiles.save(profiles.from_outcome(outcome(), key, load_prompts(prompts, for_tuning=True)), tmp_path)
+    profiles.save(from_outcome(outcome(), key, load_prompts(prompts, for_tuning=True)), tmp_path)
 
     def compared(*more: str) -> str:
         given = ["--prompts", str(prompts), "--profile", str(tmp_path), "--repeats", "1", "-n", "4", *more]
@@ -191,16 +193,103 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
 
     methods = ("-m", "sd,sd:k=2,svip,sd:k=3")
     said = " ".join(compared(*methods).split())
-    assert re.search(r"0 of \d+ prompts chose the settings of (sd|svip|sd:k=3, )+.* \(specgen tune\)\.", said)
+    assert re.search(r"0 of \d+ prompts chose the settings of sd:k=3, svip:threshold=0.45\S+ \(specgen tune\)\.", said)
     assert "sd:k=2" not in said.partition("prompts chose the settings")[2]
     prompts.write_text("prompts: [abc, bcd, cde]")
     lines = [json.loads(line) for line in compared(*methods, "--json", "--trace", str(trace)).splitlines()]
     starts = [json.loads(line) for line in trace.read_text().splitlines()]
     ks = {line["spec"]: line["settings"].get("k") for line in starts if line["type"] == "start" and line["method"] == "sd"}
-    assert ks == {"sd": 3, "sd:k=2": 2, "sd:k=3": 3}
-    expected = {"ar": None, "sd": 1, "sd:k=2": None, "svip": 1, "sd:k=3": 1}  # sd:k=3: as tuned, but written by the user
+    assert ks == {"sd:k=2": 2, "sd:k=3": 3}, "sd is tuned to what sd:k=3 is"
+    expected = {"ar": None, "sd:k=2": None, "svip:threshold=0.45:c=0.15:max_draft=12": 1, "sd:k=3": 1}
     assert {line["method"]: line["tuned_on"] for line in lines} == expected
+    assert {line["method"]: line["settings"].get("k") for line in lines if line["method"][:2] == "sd"} == ks
     assert "1 of 3 prompts chose" in " ".join(compared("--resume", str(trace)).split())
+
+
+def test_named_methods_keep_their_defaults_in_compare(
+    pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With --tuned or --profile they have the profile's settings, and are written so in every row and file."""
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    found = profiles.load(folder)
+    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    (tmp_path / "prompts.yaml").write_text("prompts: [abc]")
+
+    def compared(*more: str, code: int = 0) -> tuple[dict[str, Any], str]:
+        models = [*pair, "--device", "cpu", "--dtype", "float32"]
+        given = ["--prompts", str(tmp_path / "prompts.yaml"), "--repeats", "1", "-n", "4", "--json", *more]
+        result = CliRunner().invoke(app, ["compare", *models, *given])
+        assert result.exit_code == code, result.stderr
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        return {line["method"]: line["settings"] for line in lines}, result.stderr
+
+    default, said = compared("-m", "sd,svip")
+    assert set(default) == {"ar", "sd", "svip"}
+    assert (default["sd"]["k"], default["svip"]["threshold"]) == (5, 0.4)
+    assert "tuned" not in said
+    for option in (("--tuned",), ("--profile", str(folder))):
+        tuned, said = compared("-m", "sd,svip", *option, "--csv", str(tmp_path / "figures.csv"))
+        assert set(tuned) == {"ar", "sd:k=3", "svip:threshold=0.45:c=0.15:max_draft=12"}
+        assert (tuned["sd:k=3"]["k"], tuned["svip:threshold=0.45:c=0.15:max_draft=12"]["threshold"]) == (3, 0.45)
+        assert "tuned: sd:k=3; svip:threshold=0.45" in said
+    rows = list(csv.DictReader((tmp_path / "figures.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == list(tuned)
+    assert "k=3" in rows[1]["settings"].split(":")
+    assert set(compared("-m", "sd", "--profile", "none")[0]) == {"ar", "sd"}
+    assert "--tuned and --profile none are given" in compared("-m", "sd", "--profile", "none", "--tuned", code=2)[1]
+    assert "there is no tuned profile" in compared("-m", "sd", "--tuned", "--temperature", "1", code=2)[1]
+
+
+def test_a_profile_for_another_dtype_or_sampling_is_said_not_to_be_used(
+    pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its folder is another one than that of this run; a run that wants no profile says nothing."""
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    found = profiles.load(folder)
+    other = changed(changed(found.fits, ("target", "dtype"), "bfloat16"), ("draft", "dtype"), "bfloat16")
+    profiles.save(found.model_copy(update={"fits": other}), profiles.default_folder(other, SamplingParams()))
+    assert "target dtype was bfloat16, and is float32; it is not used" in generated(pair)
+    assert "it is not used" not in generated(pair, "--profile", "none")
+    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    assert "it is not used" not in generated(pair)
+    assert "tuned: svip" not in generated(pair, "--profile", "none")
+    assert "was made for temperature 0, and this run has 1; it is not used" in generated(pair, "--temperature", "1")
+
+
+def test_in_python_calls_without_a_method_take_the_profile_that_fits(
+    pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+
+    def method(loaded: Pair, **given: Any) -> str:
+        return str(loaded.generate("abcabc", max_new_tokens=3, **given).summary["method"])
+
+    with opened(pair) as untuned:
+        assert method(untuned) == "adaptive"
+    found = profiles.load(folder)
+    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    with opened(pair) as loaded:
+        request = loaded.request("abcabc")
+        assert (request.method.name, request.settings.values["threshold"]) == ("svip", 0.45)
+        assert method(loaded) == "svip"
+        assert not loaded.measurements.tuned_costs, "a call must not change what later seeded ones give"
+        assert loaded.request("abcabc", "svip").settings.values["threshold"] == 0.4, "a named method keeps its defaults"
+        assert method(loaded, exploration=3.0) == "adaptive", "settings are the default method's"
+        assert method(loaded, temperature=0.7) == "adaptive", "the profile is for greedy decoding"
+    models = {"target": pair[1], "draft": pair[3], "device": "cpu", "dtype": "float32"}
+    chosen = profiles.Choice(method="sd", settings={"k": 7})
+    profiles.save(found.model_copy(update={"chosen": chosen}), tmp_path / "mine")
+    with specgen.load(**models, profile=tmp_path / "mine") as named:
+        assert (named.request("abcabc").method.name, named.request("abcabc").settings.values["k"]) == ("sd", 7)
+        assert named.measurements.tuned_costs.keys() == found.measured.costs.keys()
+    with specgen.load(**models, profile="none") as without:
+        assert method(without) == "adaptive"
+    stale = found.model_copy(update={"fits": changed(found.fits, ("versions", "torch"), "1.0")})
+    profiles.save(stale, tmp_path / "stale")
+    with pytest.raises(SpecgenError, match="is stale: version torch was 1"):
+        specgen.load(**models, profile=tmp_path / "stale")
+    with pytest.raises(SpecgenError, match="profile"):
+        specgen.load(**models, profile=tmp_path / "missing")
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from specgen.cli.app import app
 from specgen.cli.tune import _rounded
 from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.products import refusal
+from specgen.pair import profile as profiles
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
-from specgen.tune import profile as profiles
 from specgen.tune import tuner
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
+from specgen.tune.profile import from_outcome
 from specgen.tune.simulator import Simulator
 
 pytestmark = pytest.mark.skipif(
@@ -79,7 +80,7 @@ def test_small_drafts_are_not_rounded(both: tuple[Pair, Pair], monkeypatch: pyte
 @pytest.fixture
 def folder(both: tuple[Pair, Pair], tmp_path: Path) -> Path:
     """The profile of a tuning that chose the rounded draft."""
-    found = profiles.from_outcome(replace(outcome(), draft_dtype="int8"), profiles.profile_key_of(both[0]))
+    found = from_outcome(replace(outcome(), draft_dtype="int8"), profiles.profile_key_of(both[0]))
     assert found.draft_dtype == "int8"
     profiles.save(found, tmp_path)
     assert profiles.load(tmp_path).draft_dtype == "int8"
@@ -90,7 +91,7 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     pair: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     named = ("--profile", str(folder))
-    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  6 tokens" in generated(pair, *named)
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  stopped at 6 tokens" in generated(pair, *named)
     assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft" in generated(pair, *named, "--draft-dtype", "int8")
     said = generated(pair, *named, "--draft-dtype", "float32")
     assert "is stale: draft dtype was int8, and is float32; it is not used" in said

@@ -14,6 +14,7 @@ from specgen.base.settings import Setting
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
+TuningVerdict = Literal["pays", "does not pay", "unclear", "unconfirmed", "no time"]  # see `TuningOutcome.verdict`
 LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
 QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to

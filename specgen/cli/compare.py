@@ -23,13 +23,14 @@ from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json, significant
+from specgen.base.types import QUANTISED
 from specgen.cli.commands import check_outputs, given
-from specgen.cli.opening import models_in_words, open_pair, show_overlap, tuned_specs
+from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
 from specgen.compare.method_specs import MethodSpec, parse_specs
 from specgen.compare.prompts import load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, measure_costs, method_results, with_predictions
-from specgen.compare.runner import Runner, read_comparison
+from specgen.compare.runner import RecordedComparison, Runner, read_comparison
 from specgen.compare.verdict import Difference
 from specgen.traces.writer import TraceWriter
 from specgen.view import comparison as views
@@ -39,7 +40,7 @@ from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
-    from specgen.tune.profile import Profile
+    from specgen.pair.profile import Profile
 
 
 USUAL_PROMPTS, USUAL_METHODS, USUAL_BUDGET = 8, 6, 60.0  # of a comparison without options; in seconds
@@ -80,16 +81,23 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
         parallel = any(spec.choice.method.is_parallel for spec in specs)
         in_turn = [spec.choice for spec in specs if spec.choice.method.needs_draft_model and not spec.choice.method.is_parallel]
         sequential = any(not choice.settings.drafts_text for choice in in_turn)
-        loading = open_pair(models, err, quiet=output.quiet, parallel=parallel, sequential=sequential, tuned_for=sampling)
+        is_tuned = _takes_profile(asked, models, recorded)
+        tuned_for = sampling if is_tuned else None
+        loading = open_pair(models, err, quiet=output.quiet, parallel=parallel, sequential=sequential, tuned_for=tuned_for)
         pair, profile = loading
         opened.enter_context(pair)
+        if asked.tuned and profile is None:
+            raise SpecgenError("--tuned is given, and there is no tuned profile for these models here", "Run specgen tune")
         if recorded is None and not output.quiet and (parallel or sequential):
             show_overlap(pair, err)
         if not asked.methods and recorded is None:
             specs = fastest_specs(pair, profile, specs)
             config = replace(config, specs=specs)
+        if not is_tuned and models.uses_profile:
+            profile = find_profile(pair, sampling, None, lambda _: None)  # which only tells whose settings these are
         if profile is not None:
-            specs, taken = tuned_specs(profile, specs, keep=recorded is not None)  # a resumed one keeps its settings
+            keep = not is_tuned or (recorded is not None and not asked.methods)  # a resumed one keeps its settings
+            specs, taken = tuned_specs(profile, specs, keep=keep)
             config = replace(config, specs=specs)
             if taken and not output.quiet:
                 err.print(Text(f"tuned: {taken}"), soft_wrap=True)
@@ -104,6 +112,23 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
                 err.print(Text(said), soft_wrap=True)
         runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         Comparison(runner, output).run()
+
+
+def _takes_profile(asked: CompareOptions, models: DecodingOptions, recorded: RecordedComparison | None) -> bool:
+    """Whether methods without settings run with those of the tuned profile, and its draft: methods that the user named only with
+    --tuned or --profile. A resumed comparison loads the draft that it had.
+
+    Raises SpecgenError for options that contradict each other.
+    """
+    if asked.tuned and not models.uses_profile:
+        raise SpecgenError("--tuned and --profile none are given", "Leave one of them out")
+    if not models.uses_profile:
+        return False
+    if asked.tuned or models.profile is not None:
+        return True
+    if recorded is None:
+        return not asked.methods
+    return any(run.start.get("draft_dtype") in QUANTISED for run, _ in recorded.runs)
 
 
 def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, str]:

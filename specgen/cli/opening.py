@@ -16,7 +16,6 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.files import EXIT_WEIGHTS
 from specgen.base.interrupts import interrupts
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from specgen.pair.finding import Found
     from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
-    from specgen.tune.profile import Profile
+    from specgen.pair.profile import Profile
 
 
 def open_pair(
@@ -69,7 +68,7 @@ def open_pair(
         interrupts.check()
         looked_for = find if models.finds else False
         pair = load(**models.arguments(), find=looked_for, announce=loading.announce, process=process)
-        if tuned_for is not None and isinstance(models, DecodingOptions):
+        if tuned_for is not None and isinstance(models, DecodingOptions) and models.uses_profile:
 
             def note(text: str) -> None:
                 loading.keep(Text(text))
@@ -135,36 +134,13 @@ def show_overlap(pair: Pair, err: Console) -> None:
 def find_profile(
     pair: Pair, sampling: SamplingParams, folder: Path | None, note: Callable[[str], None], *, any_draft_dtype: bool = False
 ) -> Profile | None:
-    """Returns the profile for this pair and sampling; None where there is none that can be used.
+    """Returns `pair.profile.find`, and tells `note` why a profile is not used."""
+    from specgen.pair import profile as profiles
 
-    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default. A
-    profile made for another machine, pair or sampling is not used, and `note` gets the reason. With `any_draft_dtype`, one that
-    was made with rounded draft weights also fits a pair whose draft is as it is stored. Raises SpecgenError where `folder` is
-    given and its profile cannot be read.
-    """
-    from specgen.tune import profile as profiles
-
-    key = profiles.profile_key_of(pair)
-    found_in = folder or profiles.default_folder(key, sampling)
-    path = found_in / profiles.FILE
-    if not path.is_file() and (folder is None or (folder / EXIT_WEIGHTS).is_file()):
-        return None
-    try:
-        profile = profiles.load(found_in)
-    except SpecgenError as error:
-        if folder is not None:
-            raise
-        note(f"{error.message}; it is not used. {error.hint}")
-        return None
-    why = profile.mismatch(profiles.with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
-    for name, requested in sampling.warping.items():
-        tuned = getattr(profile.sampling, name)
-        if tuned != requested:
-            why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
-    if why is None:
-        return profile
-    note(f"the profile {path} is stale: {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options")
-    return None
+    found, why = profiles.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
+    if why:
+        note(why)
+    return found
 
 
 def with_tuned_draft(
@@ -175,9 +151,9 @@ def with_tuned_draft(
 
     `dtypes` are the values of --dtype and --draft-dtype, `process` is as for `_with_profile`.
     """
+    from specgen.pair import profile as profiles
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
-    from specgen.tune import profile as profiles
 
     others = other_drafts(pair.found, pair.draft)
     if not others or (folder is not None and not (folder / profiles.FILE).is_file()):
@@ -303,8 +279,8 @@ def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str
 def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:
     """Returns the methods `specs` with settings from the profile, and in words which methods got them.
 
-    Methods to which the user gave no settings get them; with `keep` no method does. `MethodSpec.tuned_on` is set for all methods
-    that have the profile's settings, also if the user wrote them.
+    Methods to which the user gave no settings get them, and are written with them from then on; with `keep` no method does.
+    `MethodSpec.tuned_on` is set for all methods that have the profile's settings, also if the user wrote them.
     """
     completed, taken = [], []
     prompts = profile.measured.prompt_fingerprints
@@ -314,10 +290,10 @@ def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) ->
             choice = methods.choose(spec.name, {name: str(value) for name, value in tuned.items()})
             if not keep and not spec.choice.given:
                 taken.append(written(spec.name, tuned))
-                spec = replace(spec, choice=choice)
+                spec = replace(spec, written=taken[-1], choice=choice)
             if prompts is not None and spec.choice.settings == choice.settings:
                 spec = replace(spec, tuned_on=frozenset(prompts))
         completed.append(spec)
     if taken and profile.draft_dtype is not None:
         taken.append(f"{profile.draft_dtype} draft")
-    return completed, "; ".join(taken)
+    return list({spec.written: spec for spec in completed}.values()), "; ".join(taken)

@@ -47,7 +47,7 @@ ROWS: Rows = {
     "backend": ("auto|native|transformers", "Whose forward pass runs the models. auto: specgen's own where it supports them."),
     "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
     "exact": ("", "Make plain and speculative logits bit-equal (native backend, no draft trees). Slower for prompts on CUDA."),
-    "profile": ("DIR", "Use the tuned profile in this folder. Default: the one that specgen tune saved for this pair."),
+    "profile": ("DIR", "Use the tuned profile in this folder; none: no profile. Default: what specgen tune saved for this pair."),
     # sampling and limits
     "max_new_tokens": ("-n N", "Generate at most N tokens."),
     "temperature": ("T", "The sampling temperature. 0: greedy decoding."),
@@ -99,6 +99,7 @@ COMPARE_ROWS: Rows = {
     "prompts": ("FILE", "YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."),
     "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
     "turns": ("", "Use all turns of a question, with plain decoding's answers between them, not only the first."),
+    "tuned": ("", "Run named methods with the settings of the tuned profile instead of their documented defaults."),
     "repeats": ("N", "Run each prompt N times and use the median time."),
     "budget": ("SECONDS", "End after this time, with what was measured. Default: 60 if nothing says what to compare, else none."),
     "by_category": ("", "Show one row for each category as well."),
@@ -220,9 +221,14 @@ class DecodingOptions(ModelOptions):
     repetition_penalty: float | None = None
     profile: Path | None = None
 
+    @property
+    def uses_profile(self) -> bool:
+        """Whether a profile may be used: not with `--profile none`."""
+        return self.profile is None or str(self.profile) != "none"
+
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        if self.profile is not None and self.exit_layer is None and (self.profile / EXIT_WEIGHTS).is_file():
+        if self.uses_profile and self.profile is not None and self.exit_layer is None and (self.profile / EXIT_WEIGHTS).is_file():
             object.__setattr__(self, "exit_layer", self.profile)
 
 
@@ -309,6 +315,7 @@ class CompareOptions:
     chat: bool = False
     repeats: int = 3
     budget: float | None = None
+    tuned: bool = False
 
 
 @dataclass(frozen=True)

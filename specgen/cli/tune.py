@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
     from specgen.pair.finding import Found
     from specgen.pair.pair import Pair
+    from specgen.pair.profile import Profile
     from specgen.tune.outcome import TuningOutcome
-    from specgen.tune.profile import Profile
 
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
@@ -190,7 +190,8 @@ def _tune(
     """Tunes the methods, writes the profile and prints the result. Returns the pair with the draft that was chosen, the profile
     and why it could not be written. `others` make pairs with other drafts (see `tuner.tune`).
     """
-    from specgen.tune import profile as profiles
+    from specgen.pair import profile as profiles
+    from specgen.tune.profile import from_outcome
     from specgen.tune.rounding_cost import rounding_cost
     from specgen.tune.tuner import tune
 
@@ -207,7 +208,7 @@ def _tune(
     key = profiles.profile_key_of(pair)
     default = profiles.default_folder(key, sampling)
     folder = asked.out or default
-    profile = profiles.from_outcome(outcome, key, request.prompts, rounding)
+    profile = from_outcome(outcome, key, request.prompts, rounding)
     path, failure = None, None
     try:
         path = profiles.save(profile, folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
+from specgen.base.settings import Value
 from specgen.compare.baselines import BASELINES
 from specgen.methods import METHODS, Choice
 
@@ -37,6 +38,13 @@ class MethodSpec:
     def is_baseline(self) -> bool:
         """Whether the method is one of transformers' own (`transformers`, `transformers-assisted`)."""
         return self.name in BASELINES
+
+    @property
+    def resolved(self) -> dict[str, Value]:
+        """All settings with which the method runs, those that were not given with their defaults; `policy` where it has a choice
+        of policies."""
+        method = self.choice.method
+        return self.choice.settings.as_dict(with_policy=method.any_policy)
 
     @property
     def drafts_chains(self) -> bool:

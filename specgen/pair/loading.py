@@ -33,6 +33,7 @@ from specgen.engine.native.config_reading import read_config
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
+from specgen.pair import profile as profiles
 from specgen.pair import trial
 from specgen.pair.finding import LEAST_GAIN, Found, search
 from specgen.pair.pair import Pair, runners
@@ -41,6 +42,7 @@ from specgen.workers.worker import DraftWorker
 
 Finding = Literal["untried", "unloaded", "heads"]
 MOST_TRIED = 3  # models, of those that were found
+NO_PROFILE = "none"  # instead of a profile's folder
 
 
 def load(
@@ -64,6 +66,7 @@ def load(
     exit_layer: str | Path | None = None,
     head: str | Path | None = None,
     find: bool | Finding = False,
+    profile: str | Path | None = None,
 ) -> Pair:
     """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
 
@@ -86,6 +89,9 @@ def load(
     accepts too little in a short trial, which is made once. `find` can also be `untried` (no trial is made), `unloaded` (nor are
     the weights loaded: PEARL may load them in another process) or `heads` (no model is looked for).
 
+    Calls of `generate` and `rounds` without a method take the tuned profile in the folder `profile`; None: the one that
+    `specgen tune` saved for this pair, if it fits; `none`: no profile. A named one's draft dtype and exit layer are taken too.
+
     Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
     their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
     together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
@@ -100,6 +106,8 @@ def load(
         head = folder
         del sources[1]
     sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
+    if profile is not None and exit_layer is None and (Path(profile) / EXIT_WEIGHTS).is_file():
+        exit_layer = profile
     try:
         pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find)
         pair.parts.is_bundled = target is None
@@ -108,10 +116,31 @@ def load(
         if head is not None:
             folder = head_folder(head, offline, announce)
             pair.parts.name(folder, is_exit=(folder / EXIT_WEIGHTS).is_file())
+        if str(profile) != NO_PROFILE:
+            pair = _with_profile(pair, None if profile is None else Path(profile), draft_dtype, process)
     except BaseException:
         if process is not None:
             process.close()
         raise
+    return pair
+
+
+def _with_profile(pair: Pair, folder: Path | None, draft_dtype: str | None, process: DraftProcess | None) -> Pair:
+    """Returns the pair with the place of its tuned profile: `folder`, or None for where `specgen tune` saves it.
+
+    The draft's weights are rounded as in the tuning of a named profile, unless `draft_dtype` is given. Raises SpecgenError if a
+    named profile cannot be read, or was made for other models or another machine.
+    """
+    if folder is not None:
+        profile = profiles.load(folder)
+        rounded = profile.draft_dtype
+        if draft_dtype is None and rounded is not None and pair.draft is not None:
+            pair = with_draft_dtype(pair, rounded, process)
+        why = profile.mismatch(profiles.profile_key_of(pair))
+        if why is not None:
+            raise SpecgenError(f"the profile {folder / profiles.FILE} is stale: {why}", profiles.TUNE_AGAIN)
+        pair.measurements.tuned_costs = profile.measured.costs  # now: seeded texts depend on them
+    pair.profile_from = profiles.ProfileSource(folder)
     return pair
 
 
@@ -315,6 +344,7 @@ def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) ->
     other.parts = pair.parts
     other.lock = pair.lock
     other.searched = pair.searched
+    other.profile_from = pair.profile_from
     other.measurements.threads = pair.measurements.threads
     return other
 

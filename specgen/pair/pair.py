@@ -31,6 +31,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Measurements
 from specgen.pair.parts import PartStore, name_in
+from specgen.pair.profile import find as find_profile
 from specgen.pair.request import (
     RESERVED,
     Prompt,
@@ -46,6 +47,7 @@ from specgen.workers.worker import DraftWorker
 
 if TYPE_CHECKING:
     from specgen.pair.finding import Found, Search
+    from specgen.pair.profile import Profile, ProfileSource
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,6 +90,9 @@ class Pair:
         self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
         self._history = SuffixHistory()
         self._knowledge = DraftingKnowledge(self.measurements, target, draft, self._has_model)
+        # Where the tuned profile is that chooses the method of calls without one; None: nowhere, and the default method decodes.
+        self.profile_from: ProfileSource | None = None
+        self._profiles: dict[tuple[float, ...], Profile | None] = {}  # by sampling parameters
 
     @property
     def found(self) -> Sequence[Found]:
@@ -114,9 +119,10 @@ class Pair:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
         `prompt` is text, token ids, or messages for the model's chat template: dictionaries with `role` and `content`. `method`
-        None takes the default method, `sampling` None greedy decoding. `settings` are the method's, and fields of `sampling` by
-        name. `record` adds to each round how close the target's and the draft's probabilities are, which takes time. Invalid
-        arguments raise SpecgenError at the call, before the first round.
+        None takes the method and the settings of the tuned profile that fits the pair and the sampling (see `load`), else, and
+        with settings, the default method. `sampling` None is greedy decoding. `settings` are the method's, and fields of
+        `sampling` by name. `record` adds to each round how close the target's and the draft's probabilities are, which takes
+        time. Invalid arguments raise SpecgenError at the call, before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
@@ -192,7 +198,7 @@ class Pair:
         Raises SpecgenError for invalid arguments.
         """
         self._check_open()
-        name, written = methods.split(methods.DEFAULT_METHOD if method is None else str(method))
+        name, written = self._chosen(sampling, settings) if method is None else methods.split(str(method))
         chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
         with self.lock:  # it may load the part
@@ -206,6 +212,24 @@ class Pair:
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
         return Request(chosen, resolved, sampling, prompt_ids, limit, record)
+
+    def _chosen(self, sampling: SamplingParams | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+        """Returns the method, with its settings, of a call that names none: those of the tuned profile for this sampling, or the
+        default method if there is no such profile, or if the call has settings of a method."""
+        own = dict(settings)
+        wanted = sampling_with(sampling, own, self.target, "")
+        profile = None if own or self.profile_from is None else self._profile(self.profile_from, wanted)
+        if profile is None:
+            return methods.DEFAULT_METHOD, {}
+        return profile.chosen.method, profile.chosen.settings
+
+    def _profile(self, source: ProfileSource, sampling: SamplingParams) -> Profile | None:
+        """Returns the tuned profile that fits this pair and sampling; None if there is none. It is looked for once."""
+        key = tuple(sampling.warping.values())
+        with self.lock:
+            if key not in self._profiles:
+                self._profiles[key], _ = find_profile(self, sampling, source.folder)
+            return self._profiles[key]
 
     @_in_turn
     def prepare(self, request: Request) -> Run:

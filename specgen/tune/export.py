@@ -13,7 +13,7 @@ from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Value
 
 if TYPE_CHECKING:
-    from specgen.tune.profile import Tuned
+    from specgen.pair.profile import Tuned
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value, written
-from specgen.base.types import SamplingParams
+from specgen.base.types import SamplingParams, TuningVerdict
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import DEFAULT_METHOD, METHODS, POLICIES, known_settings
 from specgen.methods.method import Grid
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
-Verdict = Literal["pays", "does not pay", "unclear", "unconfirmed", "no time"]
 PLAIN = "ar"
 AS_FAST = 0.97  # settings with at least this share of the best expected speed count as equally fast
 EXPECTED_GAIN = 1.1  # an expected speed that is so many times the best measured one is worth a real run
@@ -251,7 +250,7 @@ class TuningOutcome:
         return fastest if fastest is not None and self.speedup_of(fastest) > EXPECTED_GAIN * known else None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TuningVerdict:
         """Whether the best speculative method is faster than plain decoding.
 
         `pays`: the 95 % interval of its measured speedup is above 1. `unconfirmed`: one that was only simulated is expected to be

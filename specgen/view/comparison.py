@@ -15,7 +15,7 @@ from specgen.base.text import counted, one_line
 from specgen.base.types import PHASES
 from specgen.compare.results import NOT_RUN, MethodResult, Results, as_fast_as, best, not_run, ranked, too_few_prompts
 from specgen.compare.verdict import Difference
-from specgen.view.comparison_columns import Column, output_text, ranked_rows, shown_columns
+from specgen.view.comparison_columns import Column, output_text, ranked_rows, settings_text, shown_columns
 from specgen.view.progress import Progress
 from specgen.view.theme import GAP, PIPED_WIDTH, labelled, svg, table, wrapped
 from specgen.view.trace_report import LOSSY
@@ -29,6 +29,13 @@ _MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times
 _NAME = Column("name", "\nmethod", value=lambda row: "  " * bool(row.category) + one_line(row.name))
 _OUTPUT = Column("output", "\noutput", priority=1, value=output_text)
 _BAR = Column("bar", "\n", priority=5)
+_SETTINGS = Column(
+    "settings",
+    "\nsettings",
+    priority=99,  # the first to be left out
+    value=lambda row: None if row.category else one_line(settings_text(row)),
+    is_interval=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ def page(report: Report, width: int) -> list[Text]:
 
 def picture(report: Report) -> str:
     """Returns the report as an SVG picture, as wide as the table of speeds with all its columns."""
-    lines = speed_table(report.made, 1000, by_category=report.by_category)[0]
+    lines = speed_table(report.made, 1000, by_category=report.by_category, with_settings=False)[0]
     width = max(PIPED_WIDTH, *(line.cell_len for line in lines))
     return svg(page(report, width), width)
 
@@ -203,14 +210,17 @@ def _tuned(report: Report) -> list[Text]:
 # tables
 
 
-def speed_table(results: Sequence[MethodResult], width: int, *, by_category: bool = False) -> tuple[list[Text], bool]:
-    """Returns the table of speeds, and whether it has all columns.
+def speed_table(
+    results: Sequence[MethodResult], width: int, *, by_category: bool = False, with_settings: bool = True
+) -> tuple[list[Text], bool]:
+    """Returns the table of speeds, and whether it has all columns (but for the settings, which need a very wide terminal).
 
     Its lines have at most `width` cells, unless a method's name alone is longer. Columns with the highest `priority` are left out
     first, and columns of priority 0 never. With `by_category` each method also has a line per category of prompts.
     """
     shown, top = ranked_rows(results, by_category=by_category), best(results)
-    kept = columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
+    columns = [_NAME, _OUTPUT, *sorted(shown_columns(shown), key=lambda column: column.is_speed), _BAR]
+    kept = [*columns, *([_SETTINGS] if with_settings else [])]
     fastest = max((entry.high or entry.speedup or 0.0 for entry in shown), default=0.0)
 
     def lines(cells: int) -> list[Text]:
@@ -232,7 +242,7 @@ def speed_table(results: Sequence[MethodResult], width: int, *, by_category: boo
         why = Text(reason, "quiet")
         why.highlight_words([NOT_RUN], "strong")
         made += labelled(Text(", ".join(written)), why, width, lead)
-    return made, len(kept) == len(columns)
+    return made, len(kept) >= len(columns)
 
 
 def _cell(column: Column, entry: MethodResult, top: MethodResult | None) -> Text:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from specgen.base.settings import written_value
 from specgen.base.text import one_line, significant
 from specgen.base.types import PHASES
 from specgen.compare.results import MethodResult, ranked
@@ -151,6 +152,11 @@ def output_text(row: MethodResult) -> str:
     return "sampled" if row.differences is None else outcome_text(row.differences)
 
 
+def settings_text(row: MethodResult) -> str:
+    """All settings of a method, as users write them behind its name: `k=5:policy=fixed`."""
+    return ":".join(f"{name}={written_value(value)}" for name, value in row.spec.resolved.items())
+
+
 def as_json(result: MethodResult) -> dict[str, Any]:
     """Returns a method's results as an object for the JSON output. `by_category` in it maps each category to the same numbers
     over the prompts of this category."""
@@ -161,6 +167,7 @@ def as_json(result: MethodResult) -> dict[str, Any]:
     return {
         "type": "method",
         "method": result.spec.written,
+        "settings": result.spec.resolved,
         "lossless": result.spec.lossless,
         **rows.pop(""),
         "differences": [difference.as_dict() for difference in result.differences or ()],
@@ -175,12 +182,12 @@ def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> s
     columns = [column for column in COLUMNS if column.in_csv]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", "category", "lossless", *(column.key for column in columns), "error"])
+    writer.writerow(["method", "category", "lossless", *(column.key for column in columns), "settings", "error"])
     for result in results:
         error = None if result.failure is None else str(result.failure)
         for row in result.rows(by_category=by_category):
             values = [column.of(row) for column in columns]
-            cells = [result.spec.written, row.category, result.spec.lossless, *values, error]
+            cells = [result.spec.written, row.category, result.spec.lossless, *values, settings_text(result), error]
             writer.writerow([_text_cell(value) if isinstance(value, str) else value for value in cells])
     return out.getvalue()
 

@@ -21,7 +21,7 @@ from specgen.compare.results import not_run, ranked
 from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.charts import charts, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
-from specgen.view.comparison_columns import Column, output_text, ranked_rows, shown_columns
+from specgen.view.comparison_columns import Column, output_text, ranked_rows, settings_text, shown_columns
 from specgen.view.generation import MODES, parts, reason
 from specgen.view.trace_report import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, main_figures
 
@@ -117,7 +117,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["marked"] = _marked
-    named = (charts, counted, main_figures, ticks, time_shares)
+    named = (charts, counted, main_figures, settings_text, ticks, time_shares)
     environment.globals |= {each.__name__: each for each in named} | {"tokens": _tokens, "rounds": _rounds, "settings": _settings}
     environment.globals |= {"ended": ENDED, "lossy": LOSSY}
     return environment

@@ -1,0 +1,294 @@
+"""The profile: the result of a tuning, stored in `profile.yaml`.
+
+There is one for each combination of models, machine, device and sampling settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+
+from specgen import methods
+from specgen.base import schema
+from specgen.base.errors import RunError, SpecgenError
+from specgen.base.files import EXIT_WEIGHTS, pair_folder, readable, write_whole
+from specgen.base.settings import Value
+from specgen.base.types import QUANTISED, TuningVerdict
+from specgen.decoding.costs import RoundCosts
+
+if TYPE_CHECKING:
+    from specgen.base.types import SamplingParams
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.pair.parts import PartStore
+
+FILE = "profile.yaml"
+TUNE_AGAIN = "Tune again: specgen tune"
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+GivenSettings = dict[str, bool | int | float | str]
+# What a profile was made with. If any of it has changed, the profile is no longer valid.
+#
+# `target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and
+# the device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in
+# profiles of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers
+# are the same. `versions` are those of the installed packages, `machine` says what it ran on.
+Conditions = dict[str, dict[str, Any] | str | None]
+
+
+class _StrictModel(BaseModel):
+    """Base of the parts of a profile: an unknown key or a value of a wrong type is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Sampling(_StrictModel):
+    temperature: Annotated[float, Field(ge=0, le=100)]
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: Annotated[int, Field(ge=0)]
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Choice(_StrictModel):
+    """The method that the profile recommends, with its settings."""
+
+    method: str
+    settings: GivenSettings
+
+
+class Tuned(_StrictModel):
+    """The best settings of one method with their speeds in tokens per second. The fields are explained in `Candidate`."""
+
+    model_config = ConfigDict(from_attributes=True, populate_by_name=True)
+
+    settings: GivenSettings
+    predicted: Positive
+    measured: Positive | None
+    speedup: Positive | None
+    low: Positive | None = Field(alias="speedup_low")
+    high: Positive | None = Field(alias="speedup_high")
+    perplexity: Positive | None = None
+    tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
+
+
+# The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens.
+Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerializer(RoundCosts.as_dict)]
+
+
+class Measured(_StrictModel):
+    """What a tuning measured, and on how many prompts and new tokens per prompt.
+
+    `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were chosen; None in older profiles.
+    `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
+    a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
+    (PEARL). `rounding` has the fields of `RoundingCost`, None if the weights are not rounded or it was not measured. `learned` is
+    in older profiles, and not read.
+    """
+
+    prompts: Count
+    new_tokens: Count
+    acceptance: Share | None
+    costs: dict[str, Costs]
+    prompt_fingerprints: list[str] | None = None
+    rounding: dict[str, int | Annotated[float, Field(ge=0)]] | None = None
+    learned: Any = Field(default=None, exclude=True)
+
+
+class Profile(_StrictModel):
+    """The content of `profile.yaml`.
+
+    `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
+    method. `speedup` is that of the chosen method over plain decoding, measured, or expected if it was not run on the real
+    models. `verdict` says whether speculation is faster than plain decoding (see `TuningOutcome.verdict`).
+    """
+
+    version: Literal[1]
+    written: datetime
+    verdict: TuningVerdict
+    chosen: Choice
+    speedup: Positive
+    sampling: Sampling
+    fits: Conditions
+    methods: dict[str, Tuned]
+    measured: Measured
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Profile:
+        """Refuses settings that methods do not have."""
+        tuned = [(self.chosen.method, self.chosen.settings), *((name, entry.settings) for name, entry in self.methods.items())]
+        for name, settings in tuned:
+            try:
+                methods.resolve(methods.find(name), settings)
+            except SpecgenError as error:
+                raise ValueError(f"{name}: {error.message}") from error
+        return self
+
+    @property
+    def draft_dtype(self) -> str | None:
+        """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
+        dtype = _flat(self.fits).get("draft dtype")
+        return dtype if dtype in QUANTISED else None
+
+    def settings_of(self, name: str) -> Mapping[str, Value] | None:
+        """Returns the tuned settings of a method, None if it was not tuned.
+
+        Older profiles may have the method under another name, which stands for a length policy.
+        """
+        if name == self.chosen.method:
+            return self.chosen.settings
+        if name in self.methods:
+            return self.methods[name].settings
+        for older, alias in methods.ALIASES.items():
+            if alias.alias_of == name and older in self.methods:
+                return {"policy": alias.policy or "", **self.methods[older].settings}
+        return None
+
+    def mismatch(self, now: Conditions) -> str | None:
+        """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
+        before, current = _flat(self.fits), _flat(now)
+        for name in before | current:
+            old, new = before.get(name), current.get(name)
+            if old != new and not (name.startswith("head") and self.fits.get("heads") is None):
+                return f"{name} was {old or 'none'}, and is {new or 'none'}"
+        return None
+
+
+def _flat(conditions: Conditions) -> dict[str, Any]:
+    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as keys."""
+    found: dict[str, Any] = {}
+    for field, value in conditions.items():
+        name = field.removesuffix("s").replace("_", " ")
+        found |= {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return found
+
+
+class ProfileSource(NamedTuple):
+    """Where to look for profiles: in `folder`, or if that is None in the folders where `specgen tune` saves them by default."""
+
+    folder: Path | None = None
+
+
+class LoadedPair(Protocol):
+    """What a profile is for: a target, its draft model (None: there is none), and the parts trained for the target."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+    parts: PartStore
+
+
+def profile_key_of(pair: LoadedPair) -> Conditions:
+    """Returns the conditions under which this pair runs now: models, trained parts, versions and machine. A profile made under
+    other ones does not fit."""
+    from specgen.base.machine import machine, versions
+    from specgen.engine.weights import weights_fingerprint
+
+    def described(model: LoadedModel) -> dict[str, Any]:
+        fingerprint = weights_fingerprint(model.folder)
+        return {"name": model.name, "fingerprint": fingerprint, "device": model.device_label, "dtype": model.dtype_name}
+
+    digests = pair.parts.digests()
+    return {
+        "target": described(pair.target),
+        "draft": None if pair.draft is None else described(pair.draft),
+        "exit_layer": digests.pop("exit", None),
+        "heads": digests,
+        "translation": None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
+    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
+    model."""
+    draft = conditions["draft"]
+    if dtype is None or not isinstance(draft, dict):
+        return conditions
+    return {**conditions, "draft": {**draft, "dtype": dtype}}
+
+
+def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
+    """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
+    facts = _flat(conditions)
+    target, draft = facts["target name"], facts.get("draft name")
+    parts = [facts["machine node"], facts["target device"], facts["target dtype"]]
+    if draft is not None and facts["draft device"] != facts["target device"]:
+        parts.append(f"draft-{facts['draft device']}")
+    if facts.get("machine ranks"):
+        parts.append(f"{facts['machine ranks']}-ranks")
+    if not sampling.greedy:
+        parts.append(f"t{sampling.temperature:g}")
+        if sampling.top_p < 1:
+            parts.append(f"p{sampling.top_p:g}")
+        if sampling.top_k:
+            parts.append(f"k{sampling.top_k}")
+        if sampling.min_p:
+            parts.append(f"m{sampling.min_p:g}")
+    name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
+    return pair_folder(target, facts["target fingerprint"], draft) / name
+
+
+def save(profile: Profile, folder: Path) -> Path:
+    """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
+    path = folder / FILE
+    content = profile.model_dump(by_alias=True)
+    try:
+        write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
+    except OSError as error:
+        why = error.strerror or error
+        raise RunError(f"cannot write {path}: {why}", "Make room, or name another folder: --out DIR") from error
+    return path
+
+
+def load(folder: Path) -> Profile:
+    """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
+    return schema.read(folder / FILE, Profile, "profile", TUNE_AGAIN)
+
+
+def find(
+    pair: LoadedPair, sampling: SamplingParams, folder: Path | None = None, *, any_draft_dtype: bool = False
+) -> tuple[Profile | None, str]:
+    """Returns the profile for this pair and sampling, and why there is none that can be used; empty if there is none at all.
+
+    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default;
+    where that has none, the reason names the latest one that was made for the same models on another device, dtype or machine, or
+    for other sampling. With `any_draft_dtype`, a profile that was made with rounded draft weights also fits a pair whose draft is
+    as it is stored. Raises SpecgenError where `folder` is given and its profile cannot be read.
+    """
+    key = profile_key_of(pair)
+    found_in = folder or default_folder(key, sampling)
+    path = found_in / FILE
+    if not path.is_file() and folder is None:
+        others = [each for each in found_in.parent.glob(f"*/{FILE}") if each.is_file()]
+        if not others:
+            return None, ""
+        path = max(others, key=lambda each: each.stat().st_mtime)
+    elif not path.is_file() and (found_in / EXIT_WEIGHTS).is_file():
+        return None, ""
+    try:
+        profile = load(path.parent)
+    except SpecgenError as error:
+        if folder is not None:
+            raise
+        return None, f"{error.message}; it is not used. {error.hint}"
+    why = _mismatch(profile, key, sampling, any_draft_dtype=any_draft_dtype)
+    if why is None:
+        return profile, ""
+    kind = "stale" if path.parent == found_in else "for another run"
+    return None, f"the profile {path} is {kind}: {why}; it is not used. {TUNE_AGAIN}, with the same options"
+
+
+def _mismatch(profile: Profile, key: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool) -> str | None:
+    """Describes the first difference between what the profile was made for and the present conditions and sampling."""
+    why = profile.mismatch(with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
+    for name, requested in sampling.warping.items():
+        tuned = getattr(profile.sampling, name)
+        if tuned != requested:
+            why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
+    return why
