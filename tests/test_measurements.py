@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +17,10 @@ from tuning_helpers import GREEDY
 
 import specgen
 from specgen import demo
+from specgen.base.measuring import Sample
 from specgen.base.types import SamplingParams
 from specgen.engine.devices import ThreadChoice
-from specgen.methods.pearl import ParallelCosts
+from specgen.methods.pearl import ParallelCosts, PassCheck
 from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs
@@ -45,12 +46,12 @@ def fresh(pair: Pair) -> Pair:
 class Source:
     """Counts measurements. The n-th one gives n, or the values in turn."""
 
-    def __init__(self, *values: Any) -> None:
-        self.values, self.count = values, 0
+    def __init__(self, *values: Any, spread: float = 1.0) -> None:
+        self.values, self.count, self.spread = values, 0, spread
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Sample[Any]:
         self.count += 1
-        return self.values[self.count - 1] if self.values else self.count
+        return Sample(self.values[self.count - 1] if self.values else self.count, 3, self.spread)
 
 
 def got(store: Measurements, kind: str = "numbers", key: tuple[Any, ...] = (1,), source: Any = None, **given: Any) -> Any:
@@ -74,7 +75,7 @@ def test_a_damaged_file_is_measured_and_written_again(near: Pair, tmp_path: Path
     path.write_text(content)
     assert got(near.measurements, source=source) == got(fresh(near).measurements) == 1
     [digest] = json.loads(path.read_text())["numbers"]
-    path.write_text(json.dumps({"numbers": {digest: "x"}}))
+    path.write_text(json.dumps({"numbers": {digest: {"value": "x", "repetitions": 3, "spread": 1.0}}}))
     assert got(fresh(near).measurements, source=source) == 2, "what `read` refuses is measured again, too"
 
 
@@ -86,6 +87,31 @@ def test_what_cannot_be_written_is_measured_by_each_process(near: Pair, tmp_path
         assert got(fresh(near).measurements, source=source) == 2, "another process writes it"
     (tmp_path / "measurements.json").mkdir()
     assert got(fresh(near).measurements, source=source) == 3
+
+
+def test_what_scatters_serves_its_process_and_is_not_stored(near: Pair, tmp_path: Path) -> None:
+    loaded, quiet = Source(49.0, spread=3.0), Source(12.0, spread=1.1)
+    assert [got(near.measurements, source=loaded), got(near.measurements)] == [49, 49]
+    assert not (tmp_path / "measurements.json").exists()
+    assert got(fresh(near).measurements, source=quiet) == 12
+    assert got(fresh(near).measurements) == 12
+    [entry] = json.loads((tmp_path / "measurements.json").read_text())["numbers"].values()
+    assert entry == {"value": 12.0, "repetitions": 3, "spread": 1.1}
+
+
+@pytest.mark.parametrize("in_another_process", [False, True])
+def test_a_value_in_doubt_is_measured_again_and_no_scattered_sample_replaces_it(near: Pair, in_another_process: bool) -> None:
+    store = near.measurements
+    got(store, source=Source(12.0))
+    store.doubt("numbers", (1,))
+    if in_another_process:
+        store = fresh(near).measurements
+    loaded, later = Source(49.0, spread=3.0), Source(14.0)
+    assert got(store, source=loaded) == 12
+    assert loaded.count == 1
+    assert got(store) == 12, "once a process"
+    assert got(fresh(near).measurements, source=later) == 14, "the doubt stays until a steady sample"
+    assert got(fresh(near).measurements) == 14
 
 
 @pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_WAIT_POLICY", "threads", "cores"])
@@ -127,13 +153,55 @@ def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.
     assert timed.count == 2
 
 
+def times(factor: float) -> ParallelCosts:
+    return replace(COSTS, **{name: getattr(COSTS, name) * factor for name in asdict(COSTS) if name.endswith("_pass")})
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+@pytest.mark.parametrize("in_another_process", [False, True])
+def test_pass_times_far_from_those_of_a_run_are_measured_again_before_the_next(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, factor: float, in_another_process: bool
+) -> None:
+    """A busy start was taken for the machine's own speed. The run itself keeps its window."""
+    timed = Source(times(factor), times(1.0))
+    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
+    request = near.request([1, 5, 6], "pearl", SamplingParams(max_new_tokens=60, ignore_eos=True))
+    run = near.run(request)
+    assert len(list(run.rounds())) > 8
+    assert run.costs == times(factor)
+    later = fresh(near) if in_another_process else near
+    assert later.run(request).costs == times(1.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "passes", "is_doubted"),
+    [
+        (1.4, 1.4, 9, False),
+        (1.6, 1.0, 9, True),
+        (1.0, 1.6, 9, True),
+        (0.6, 1.0, 9, True),
+        (1.0, 0.6, 9, True),
+        (9.0, 9.0, 7, False),
+        (0.6, 1.0, 2, True),
+    ],
+)
+def test_a_run_doubts_costs_that_its_passes_do_not_have(target: float, draft: float, passes: int, is_doubted: bool) -> None:
+    doubts: list[bool] = []
+    check = PassCheck(COSTS, lambda: doubts.append(True))
+    for number in range(passes):
+        stall = 100 if number == 3 else 1
+        check.add(9, 0.0176 * target * stall, 4, 0.008 * draft * stall)
+    check.end()
+    assert bool(doubts) == is_doubted
+
+
 # ------------------------------------------------------------------ layers to skip, and runs that measure nothing
 
 
 def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Source()
     monkeypatch.setattr(skip_search, "SEARCH_SECONDS", 0.0)
-    found = find_skips(near.measurements, near.target, lambda *_: float(tried()))
+    found = find_skips(near.measurements, near.target, lambda *_: 10.0 if tried() else 0.0)
     assert tried.count
     never: Any = lambda *_: pytest.fail("searched again")  # noqa: E731
     for pair in (near, fresh(near), Pair(near.target, None)):
@@ -163,9 +231,11 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_the_number_of_threads_is_measured_once_unless_a_command_measures(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     timed, used = [], []
     chosen = ThreadChoice(3, "the fewest", {3: 0.1, 4: 0.2})
-    monkeypatch.setattr(measurements, "pick_threads", lambda work: timed.append(work) or chosen)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    for remembered, times in ((True, 1), (True, 1), (False, 2)):
+    for remembered, times, spread in ((True, 1, 2.0), (True, 2, 1.1), (True, 2, 1.1), (False, 3, 1.1)):
+        monkeypatch.setattr(
+            measurements, "pick_threads", lambda work, spread=spread: timed.append(work) or Sample(chosen, 2, spread)
+        )
         known = Measurements(near.target, near.draft)
         known.set_threads(lambda: None, remembered=remembered)
         assert (len(timed), known.threads, used.pop()) == (times, chosen, 3)

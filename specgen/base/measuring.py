@@ -20,12 +20,47 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
 _TICK = 0.25  # longest wait for a counter to change, in seconds
+STEADY = 1.5  # the largest spread of a sample that is kept
 Key = TypeVar("Key")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Generic[T]):
+    """A measured `value`: the number of `repetitions` that it rests on, and the `spread` of their times (see `spread`)."""
+
+    value: T
+    repetitions: int
+    spread: float
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether its times scatter little. Those of a busy machine do not, and say little about a quiet one."""
+        return self.spread <= STEADY
+
+    def holding(self, value: S) -> Sample[S]:
+        """Returns the sample with its value in another form."""
+        return Sample(value, self.repetitions, self.spread)
+
+
+def spread(seconds: Sequence[float]) -> float:
+    """Returns the upper quartile of positive times divided by the lower one, at least 1. Infinite without times."""
+    ordered = sorted(seconds)
+    if not ordered or ordered[0] <= 0:
+        return math.inf
+    quarter = len(ordered) // 4
+    return ordered[-1 - quarter] / ordered[quarter]
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """Returns the time that one in ten is shorter than: other programs make work longer, never shorter."""
+    return sorted(seconds)[len(seconds) // 10]
 
 
 def timed(

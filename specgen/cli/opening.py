@@ -17,6 +17,7 @@ from rich.text import Text
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import interrupts
+from specgen.base.measuring import Sample, spread
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
 from specgen.cli.options import DecodingOptions, ModelOptions
@@ -261,15 +262,17 @@ def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str
     """
     sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
 
-    def measure() -> dict[str, float]:
+    def measure() -> Sample[dict[str, float]]:
         speeds = {}
+        scatter = 1.0
         for name in names:
             announce(f"trying {name}")
             with suppress(SpecgenError):
                 rounds = list(islice(pair.rounds(text, name, sampling), TRIAL_ROUNDS))[2:]  # the first two warm up
                 seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
                 speeds[name] = sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
-        return speeds
+                scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
+        return Sample(speeds, TRIAL_ROUNDS - 2, scatter)
 
     key = tuple(f"{each.kind} {each.folder}" for each in pair.found)
     speeds = pair.measurements.get("drafters", key, measure, dict)

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.base.measuring import timed
+from specgen.base.measuring import Sample, spread, timed
 
 AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `spread.placement`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
@@ -215,7 +215,7 @@ class ThreadChoice:
     seconds: Mapping[int, float] = field(default_factory=dict)
 
 
-def pick_threads(work: Callable[[], object]) -> ThreadChoice:
+def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
     `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
@@ -225,23 +225,24 @@ def pick_threads(work: Callable[[], object]) -> ThreadChoice:
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
-        return ThreadChoice(all_threads, "OMP_NUM_THREADS is set")
+        return Sample(ThreadChoice(all_threads, "OMP_NUM_THREADS is set"), 0, 1.0)
     if all_threads == 1:
-        return ThreadChoice(1, "torch has one")
+        return Sample(ThreadChoice(1, "torch has one"), 0, 1.0)
 
     def run(threads: int) -> None:
         torch.set_num_threads(threads)
         work()
 
-    first = timed({all_threads: partial(run, all_threads)}, 0, 0.0, fewest=1)[all_threads][0]
+    first = timed({all_threads: partial(run, all_threads)}, 1, 0.0, fewest=1, most=1)[all_threads][0]
     if first > _MAX_SECONDS:
-        return ThreadChoice(all_threads, "the models are large", {all_threads: first})
+        return Sample(ThreadChoice(all_threads, "the models are large", {all_threads: first}), 1, 1.0)
     candidates = sorted({1, all_threads // 2, all_threads})
-    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _TIMING_SECONDS, fewest=1, most=4)
+    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _TIMING_SECONDS, fewest=2, most=4)
     best = {threads: min(taken) for threads, taken in samples.items()}
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
     torch.set_num_threads(all_threads)
-    return ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
+    choice = ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
+    return Sample(choice, min(map(len, samples.values())), max(map(spread, samples.values())))
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from specgen.base.measuring import spread
 from specgen.decoding.costs import RoundCosts
 
 OPTION = 1.1  # a further token also shows whether those after it are worth drafting, which its own worth does not count
@@ -172,6 +173,11 @@ class LearnedCosts:
 
         if self.is_trial:
             self.costs = self.costs.at_most(_TRIAL)
+
+    @property
+    def spread(self) -> float:
+        """How much the times of the last passes scatter, relative to what the costs predict: see `measuring.spread`."""
+        return spread([seconds / (1 + self.costs.of_draft(0, tokens)) for tokens, seconds in self._passes])
 
     def _judge_trial(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
         """Forgets the drafts before the pause if this draft after it was cheap; counts it as refused otherwise."""

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from specgen.base.measuring import distinct_ids
+from specgen.base.measuring import STEADY, Sample, distinct_ids, spread, undisturbed
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, Mode, Round
 from specgen.decoding.costs import Curve
@@ -42,6 +41,8 @@ _WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implem
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
 _ROUGH_STEPS = 5
+_FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
+_LARGEST_FACTOR = 1.5  # between measured passes and those of a run, above which they are measured again
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,33 @@ def usual_window(draft_cost: float) -> int:
     return _rounded(1 / draft_cost)
 
 
+class PassCheck:
+    """Compares the times of a run's passes with the measured `costs`, and calls `doubt` at its end if they are far from them."""
+
+    def __init__(self, costs: ParallelCosts, doubt: Callable[[], None]) -> None:
+        self._costs = costs
+        self._doubt = doubt
+        self._targets: list[float] = []  # seconds of each pass, divided by the measured ones
+        self._drafts: list[float] = []
+
+    def add(self, width: int, verification: float, drafted: int, drafting: float) -> None:
+        """Adds a target pass over `width` tokens, and a draft of `drafted` tokens, 0 if there is none. Times are in seconds."""
+        self._targets.append(verification / self._costs.target_passes.at(width))
+        if drafted:
+            self._drafts.append(drafting / drafted / self._costs.draft_pass)
+
+    def end(self) -> None:
+        for factors in (self._targets, self._drafts):
+            if len(factors) < 2:
+                continue
+            factor = undisturbed(factors)
+            is_slower = factor > _LARGEST_FACTOR and len(factors) >= _FEWEST_CHECKED
+            is_faster = factor * _LARGEST_FACTOR < 1  # nothing makes a pass shorter: a few are enough
+            if is_slower or is_faster:
+                self._doubt()
+                return
+
+
 def _rounded(ratio: float) -> int:
     return min(max(1, round(ratio)), LONGEST_WINDOW)
 
@@ -145,11 +173,12 @@ class ParallelDrafter(Protocol):
     """Drafts for one run (the generation of one output) while its caller does something else. One draft at a time.
 
     `policy` is the run's length policy (it decides when drafts end); the run tells it how many tokens were accepted. `seconds` is
-    how long the last draft took, measured where it was drafted.
+    how long the last draft took, measured where it was drafted, and `own_seconds` how long of this its thread ran.
     """
 
     policy: LengthPolicy
     seconds: float
+    own_seconds: float
 
     def prefill(self, context: Context) -> None:
         """Starts the draft model's forward pass over the prompt, and does not wait for it."""
@@ -182,13 +211,15 @@ class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
 
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
-    are verified. Both are ablations in the paper's Table 3.
+    are verified. Both are ablations in the paper's Table 3. `check` compares the run's passes with those that the window was
+    computed from; None if it was given.
     """
 
     drafter: ParallelDrafter
     window: Window
     pre_verify: bool = True
     post_verify: bool = True
+    check: PassCheck | None = None
 
     def __call__(self, run: Run) -> Iterator[Round]:
         from specgen.engine.devices import inference
@@ -198,9 +229,13 @@ class Parallel:
             self.drafter.prefill(run.context)
             yield run.prefill()
             unverified = Draft()
-            while run.finish_reason is None:
-                round_, unverified = step(run, unverified)
-                yield round_
+            try:
+                while run.finish_reason is None:
+                    round_, unverified = step(run, unverified)
+                    yield round_
+            finally:
+                if self.check is not None:
+                    self.check.end()
 
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
         """Runs one target pass over the `unverified` drafted tokens, while further tokens are drafted after them.
@@ -230,6 +265,7 @@ class Parallel:
                 wait()
             self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
+        drafted = len(fresh.tokens)
         run.clock.lap("draft")
         both = _joined(unverified, fresh)
         if lead:
@@ -238,6 +274,8 @@ class Parallel:
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)
+        if self.check is not None:
+            self.check.add(len(inputs) + 1, round_.seconds["verify"], drafted, self.drafter.seconds)
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:
@@ -289,8 +327,8 @@ def time_parallel_passes(
     context: Context,
     timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
-) -> ParallelCosts:
-    """Measures the median seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
+) -> Sample[ParallelCosts]:
+    """Measures the seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
 
     The window depends on the time of a target pass, and this time on the number of tokens, which is the window. So a few rough
     steps estimate the window first. Then passes over that many tokens are measured, and if the window changes by more than one
@@ -303,13 +341,13 @@ def time_parallel_passes(
         target.logits(context)
         deadline = time.perf_counter() + _TIME_LIMIT
         timed = _Timed(target, drafter, context, distinct_ids(widest, target.num_embeddings), timer)
-        costs = timed.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
+        sample = timed.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
         for _ in range(_TURNS):
-            width = min(costs.window.size, widest)
-            costs = timed.steps(width, _WARM_UP + _STEPS, deadline)
-            if abs(costs.window.size - width) <= 1:
+            width = min(sample.value.window.size, widest)
+            sample = timed.steps(width, _WARM_UP + _STEPS, deadline)
+            if abs(sample.value.window.size - width) <= 1:
                 break
-        return costs
+        return sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,41 +360,57 @@ class _Timed:
     draft: Sequence[int]
     timer: DeviceTimer | None
 
-    def steps(self, width: int, count: int, deadline: float) -> ParallelCosts:
+    def steps(self, width: int, count: int, deadline: float) -> Sample[ParallelCosts]:
         """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
 
         Every third step is followed by ones with target passes over one token and over two, so that a slow phase of the machine
         affects all.
         """
         drafts: list[float] = []  # seconds of a draft pass
+        own_drafts: list[float] = []  # those in which its thread ran
         passes: dict[int, list[float]] = {width: [], 1: [], 2: []}  # seconds of target passes by the number of tokens
+        own: dict[int, list[float]] = {width: [], 1: [], 2: []}  # those in which this thread ran
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
             for tokens in (width, 1, 2) if number % 3 == 0 else (width,):
-                seconds, drafted = self.step(tokens, width)
+                seconds, own_seconds, drafted = self.step(tokens, width)
                 passes[tokens].append(seconds)
+                own[tokens].append(own_seconds)
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
                 drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
-        whole, single, double = (_warm_median(passes[tokens]) for tokens in (width, 1, 2))
-        return ParallelCosts(_warm_median(drafts), whole, single, double, width, len(self.context))
+                own_drafts.append(self.drafter.own_seconds / drafted if drafted else math.inf)
+        # Beside busy programs all passes may take long, and evenly, but this thread waits for a processor then.
+        wait = 1.0
+        if self.target.device.type == "cpu" and sum(own[width]) > 0:
+            wait = sum(passes[width]) / sum(own[width])
+        if wait > STEADY:
+            passes = own
+            drafts = own_drafts
+        warm = {tokens: _warm(seconds) for tokens, seconds in passes.items()}
+        whole, single, double = (undisturbed(warm[tokens]) for tokens in (width, 1, 2))
+        costs = ParallelCosts(undisturbed(_warm(drafts)), whole, single, double, width, len(self.context))
+        scatter = max(spread(warm[width]), spread(_warm(drafts)))
+        return Sample(costs, len(warm[width]), max(scatter, wait))
 
-    def step(self, tokens: int, window: int) -> tuple[float, int]:
-        """Returns the seconds of a target pass over `tokens` tokens, and how many tokens (at most `window`) were drafted
-        meanwhile."""
+    def step(self, tokens: int, window: int) -> tuple[float, float, int]:
+        """Returns the seconds of a target pass over `tokens` tokens, those in which this thread ran, and how many tokens (at
+        most `window`) were drafted meanwhile."""
         self.drafter.start(self.context, (), window)
         if self.timer is not None:
             self.timer.start()
+        own_start = time.thread_time()
         start = time.perf_counter()
         self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)
         end = time.perf_counter() if self.timer is None else self.timer.mark()
+        own_seconds = time.thread_time() - own_start
         drafted = len(self.drafter.finish().tokens)
-        return (end() if callable(end) else end) - start, drafted
+        return (end() if callable(end) else end) - start, own_seconds, drafted
 
 
-def _warm_median(seconds: list[float]) -> float:
-    """The median of the times without the first few, during which the machine warms up."""
-    return median(seconds[min(_WARM_UP, len(seconds) // 2) :])
+def _warm(seconds: list[float]) -> list[float]:
+    """The times without the first few, during which the machine warms up."""
+    return seconds[min(_WARM_UP, len(seconds) // 2) :]
 
 
 def _schedule(setup: Setup, settings: Settings) -> Schedule:

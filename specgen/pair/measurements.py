@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
+from specgen.base.measuring import Sample
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Key = tuple[Any, ...]
 _MOST = 500  # values of a kind in the file; the oldest ones leave first
+_IN_DOUBT = "in_doubt"  # in an entry of the file: it is to be measured again
 _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
@@ -53,7 +55,7 @@ class Measurements:
     """What was measured on this machine for a target and its `draft` model, None if there is none.
 
     `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what the value depends on apart from
-    the models and the machine. A value in memory stays the same until the process ends, so that equal runs stay equal. `threads`
+    the models and the machine. `threads`
     is the number of CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result
     of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
     """
@@ -63,35 +65,72 @@ class Measurements:
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self._target, self._draft = target, draft
         self._known: dict[tuple[str, Key], Any] = {}
+        self._doubted: set[tuple[str, Key]] = set()
 
-    def get(self, kind: str, key: Key, measure: Callable[[], Any], read: Callable[[Any], T], *, with_draft: bool = True) -> T:
+    def get(
+        self,
+        kind: str,
+        key: Key,
+        measure: Callable[[], Sample[Any]],
+        read: Callable[[Any], T],
+        *,
+        with_draft: bool = True,
+    ) -> T:
         """Returns the measured value of `kind` under `key`: the one in memory, or else the one in the user's cache file, or else
-        what `measure` returns, which is then stored.
+        what `measure` returns.
 
-        `measure` returns a JSON value, which the file holds, and `read` converts it to what this function returns. A stored value
-        that `read` refuses (TypeError, ValueError, KeyError) is measured again. Without `with_draft` the value does not depend on
-        the draft model.
+        `measure` returns a sample of a JSON value, which the file holds, and `read` converts the value to what this function
+        returns. A sample whose times scatter is used by this process, and not stored. A stored value that `read` refuses
+        (TypeError, ValueError, KeyError) is measured again, and so is one in doubt (see `doubt`); a sample whose times scatter
+        does not replace it. Without `with_draft` the value does not depend on the draft model.
         """
-        if (kind, key) not in self._known:
+        name = (kind, key)
+        value: T | None = self._known.get(name)
+        if value is None:
             value = self.stored(kind, key, read, with_draft=with_draft)
-            if value is None:
-                measured = measure()
-                self.put(kind, key, measured, with_draft=with_draft)
-                value = read(measured)
-            self._known[kind, key] = value
-        found: T = self._known[kind, key]
-        return found
+            if value is not None and self._entry(kind, key, with_draft=with_draft).get(_IN_DOUBT):
+                self._doubted.add(name)
+        if value is None or name in self._doubted:
+            sample = measure()
+            self._doubted.discard(name)
+            if sample.is_steady:
+                self.put(kind, key, sample, with_draft=with_draft)
+            if sample.is_steady or value is None:
+                value = read(sample.value)
+        self._known[name] = value
+        return value
+
+    def doubt(self, kind: str, key: Key, *, with_draft: bool = True) -> None:
+        """Has `get` measure the value of `kind` under `key` again when it is next asked for, in this process or in a later one.
+
+        To be called when what a run has seen is far from the value.
+        """
+        self._doubted.add((kind, key))
+        entry = self._entry(kind, key, with_draft=with_draft)
+        if entry:
+            self._write(kind, key, {**entry, _IN_DOUBT: True}, with_draft=with_draft)
 
     def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
         """Returns the value of `kind` under `key` in the user's cache file, converted by `read`. None if there is none, or if
         `read` refuses it (see `get`)."""
         with suppress(TypeError, ValueError, KeyError):
-            return read(_stored()[kind][self._digest(key, with_draft=with_draft)])
+            return read(self._entry(kind, key, with_draft=with_draft)["value"])
         return None
 
-    def put(self, kind: str, key: Key, value: Any, *, with_draft: bool = True) -> None:
-        """Stores a JSON value of `kind` under `key` in the user's cache file. Does nothing if a number in it is not finite, or if
-        the file cannot be written."""
+    def put(self, kind: str, key: Key, sample: Sample[Any], *, with_draft: bool = True) -> None:
+        """Stores a sample of a JSON value of `kind` under `key` in the user's cache file, unless its times scatter.
+
+        Does nothing if a number in it is not finite, or if the file cannot be written.
+        """
+        if sample.is_steady:
+            self._write(kind, key, asdict(sample), with_draft=with_draft)
+
+    def _entry(self, kind: str, key: Key, *, with_draft: bool) -> dict[str, Any]:
+        """Returns what the user's cache file holds of `kind` under `key`: the fields of a `Sample`. Empty if it holds nothing."""
+        entry = _stored().get(kind, {}).get(self._digest(key, with_draft=with_draft))
+        return entry if isinstance(entry, dict) else {}
+
+    def _write(self, kind: str, key: Key, value: dict[str, Any], *, with_draft: bool) -> None:
         digest = self._digest(key, with_draft=with_draft)
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
@@ -110,9 +149,10 @@ class Measurements:
         """
         chosen = self.stored("threads", (), _thread_choice) if remembered else None
         if chosen is None:
-            chosen = pick_threads(work)
+            sample = pick_threads(work)
+            chosen = sample.value
             if chosen.seconds:
-                self.put("threads", (), asdict(chosen))
+                self.put("threads", (), sample.holding(asdict(chosen)))
         torch.set_num_threads(chosen.threads)
         self.threads = chosen
 
@@ -229,7 +269,7 @@ class DraftingKnowledge:
         """
         for key, known in self._timed.items():
             if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                self._measurements.put(DRAFTING, key, list(astuple(known.costs)))
+                self._measurements.put(DRAFTING, key, Sample(list(astuple(known.costs)), known.rounds, known.spread))
 
     def _costs_by_size(self, request: Request) -> DraftingCosts:
         """Returns the costs in the profile, or else those that follow from the method and the sizes of the models."""

@@ -13,6 +13,7 @@ import torch
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.measuring import Sample
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.run import Clock, Run, StopTexts
@@ -25,11 +26,11 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
-from specgen.methods.pearl import LONGEST_WINDOW, ParallelCosts, time_parallel_passes, usual_window
+from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, PassCheck, time_parallel_passes, usual_window
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import skip_search
 from specgen.pair.figures import Figures
-from specgen.pair.measurements import DraftingKnowledge, Measurements
+from specgen.pair.measurements import DraftingKnowledge, Key, Measurements
 from specgen.pair.parts import PartStore, name_in
 from specgen.pair.profile import find as find_profile
 from specgen.pair.request import (
@@ -289,9 +290,13 @@ class Pair:
         stops = StopTexts.of(sampling.stop, self.tokenizer, request.prompt_ids)
         clock = Clock(device_timer(self.target.device))
         costs = None if window is None else passes
-        made = runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
-        made.lock = self.lock
-        return made
+        run = runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
+        if costs is not None and isinstance(run.schedule, Parallel):
+            key = _passes_key(self, request.typical_length, sampling, record=request.record)
+            check = PassCheck(costs, partial(self.measurements.doubt, PASSES, key))
+            run.schedule = replace(run.schedule, check=check)
+        run.lock = self.lock
+        return run
 
     def _has_model(self, method: Method) -> bool:
         """Whether a model, or a part of the target, makes at least some of the method's drafts."""
@@ -489,7 +494,7 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
     assert draft is not None
     sampling = SamplingParams() if sampling is None else sampling
 
-    def measure() -> dict[str, object]:
+    def measure() -> Sample[dict[str, float]]:
         worker.ready()
         shortest = min(pair.target.max_tokens(context_length), draft.context_limit)
         length = max(1, min(context_length, max(shortest - LONGEST_WINDOW, shortest // 2)))
@@ -498,8 +503,15 @@ def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None 
         drafter = worker.drafter(methods.resolve(methods.METHODS["pearl"], {}), setup, LONGEST_WINDOW)
         assert setup.target is not None
         timer, context = device_timer(pair.target.device), Context([1] * length)
-        return asdict(time_parallel_passes(setup.target, drafter, context, timer, widest))
+        sample = time_parallel_passes(setup.target, drafter, context, timer, widest)
+        return sample.holding(asdict(sample.value))
 
-    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1 or sampling.min_p > 0, pair.target.has_penalties
-    key = 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
+    key = _passes_key(pair, context_length, sampling, record=record)
     return pair.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))
+
+
+def _passes_key(pair: Pair, context_length: int, sampling: SamplingParams, *, record: bool) -> Key:
+    """Returns what distinguishes the measurements of `pass_costs`."""
+    worker = draft_worker(pair)
+    logits = not sampling.greedy, sampling.top_k > 0, sampling.top_p < 1 or sampling.min_p > 0, pair.target.has_penalties
+    return 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record

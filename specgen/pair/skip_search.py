@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.files import examples_file
+from specgen.base.measuring import Sample, spread
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.own_layers import SkippedLayers
 from specgen.pair.measurements import Measurements
@@ -33,11 +34,13 @@ def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[
     these layers skipped on these prompts (token ids). Raises SpecgenError if the target's layers cannot be run one by one.
     """
 
-    def search() -> str:
+    def search() -> Sample[str]:
         target.model.check_layers("layer skipping")
         prompts, layers = example_prompts(target), target.model.shape.num_layers
         speeds = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS)
-        return max(speeds, key=lambda skips: speeds[skips])
+        best = max(speeds, key=lambda skips: speeds[skips])
+        again = [speed(SkippedLayers.parse(best, layers), prompts) for _ in range(2)]
+        return Sample(best, 3, spread([speeds[best], *again]))
 
     return measurements.get(SKIPS, (), search, str, with_draft=False)
 

@@ -127,6 +127,7 @@ class PricedParallelDrafter:
         self._target = target
         self._clock = clock
         self.seconds = 0.0
+        self.own_seconds = 0.0
 
     def prefill(self, context: Context) -> None: ...
 

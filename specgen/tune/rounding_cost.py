@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specgen import demo
+from specgen.base.measuring import Sample
 from specgen.engine.devices import free_memory, inference
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel, load_weights
@@ -51,7 +52,7 @@ def rounding_cost(pair: Pair, announce: Callable[[str], None], *, is_small_only:
     if found is None and is_possible:
         announce("comparing the rounded with the stored weights")
         found = _measure(target)
-        pair.measurements.put("rounding", (TOKENS,), found._asdict(), with_draft=False)
+        pair.measurements.put("rounding", (TOKENS,), Sample(found._asdict(), 1, 1.0), with_draft=False)
     return found
 
 

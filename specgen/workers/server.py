@@ -32,8 +32,9 @@ from specgen.methods.method import ADAPTIVE
 from specgen.methods.runs import make_policy
 from specgen.workers.process import ANSWERED, ASKED, CUT, DRAFTED, MOST_SHOWN, TOKEN_BITS, shared_words, watch
 
-# A draft, the seconds that it took, and what the length policy had learned before it, where only the worker knows this.
-Answer = tuple[Draft, float, Mapping[str, float] | None]
+# A draft, the seconds that it took and those in which its thread ran, and what the length policy had learned before it, where
+# only the worker knows this.
+Answer = tuple[Draft, float, float, Mapping[str, float] | None]
 
 
 class SharedDrafts:
@@ -171,14 +172,15 @@ class DraftServer:
         limit: int,
         slot: int,
     ) -> Answer:
-        """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, and the state of the policy `adaptive`
-        before it.
+        """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, those in which this thread ran, and the
+        state of the policy `adaptive` before it.
 
         `committed` are the output's new tokens since the last request. `unverified` are drafted tokens after them that the target
         is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since the last request, for the
         length policy. The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
         The state is None for other policies.
         """
+        own_start = time.thread_time()
         start = time.perf_counter()
         of_run = self._runs[run]
         policy = of_run.policy
@@ -191,7 +193,7 @@ class DraftServer:
         draft = draft.with_predictions(policy.predictions)
         if of_run.shared is not None:
             draft = of_run.shared.write(slot, draft)
-        return draft, time.perf_counter() - start, state
+        return draft, time.perf_counter() - start, time.thread_time() - own_start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
         """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for the length policy."""

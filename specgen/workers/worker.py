@@ -153,6 +153,7 @@ class WorkerDrafter:
 
     def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
         self.seconds = 0.0
+        self.own_seconds = 0.0
         self._worker = worker
         self._settings = settings
         self._setup = setup
@@ -191,7 +192,7 @@ class WorkerDrafter:
         *_, answer = [self._channel.receive(request) for request in self._requests]
         self._requests.clear()
         draft: Draft
-        draft, self.seconds, self._mirror.answered = answer
+        draft, self.seconds, self.own_seconds, self._mirror.answered = answer
         if not self._worker.is_process:
             return draft
         assert self._setup.target is not None
