@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.measuring import Sample
@@ -62,6 +65,22 @@ def test_measuring_ends_in_time_on_slow_models(monkeypatch: pytest.MonkeyPatch) 
     costs = time_parallel_passes(target, SlowDrafter(0.1), Context([1])).value  # type: ignore[arg-type]
     assert target.now < 6
     assert costs.window.size == 3
+
+
+@given(st.lists(st.floats(-10, 1e6), min_size=1, max_size=30))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_a_window_follows_from_any_times(steps: list[float]) -> None:
+    """A clock that stands, is set back, or shows that the machine slept."""
+    ticks = cycle(steps)
+    with pytest.MonkeyPatch.context() as patch:
+        target = SlowTarget(patch, 0.0, 0.0, lambda _: next(ticks))
+        drafter = SlowDrafter(0.0, lambda _: next(ticks))
+        sample = time_parallel_passes(target, drafter, Context([1]))  # type: ignore[arg-type]
+    for window in (sample.value.window, sample.value.flexible_window):
+        assert 1 <= window.size <= LONGEST_WINDOW
+        assert 0 <= window.lead < LONGEST_WINDOW
+        assert 1 <= window.beside(1) <= window.size
+    assert sample.spread >= 1
 
 
 @pytest.mark.parametrize(("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)])

@@ -41,6 +41,7 @@ _WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implem
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
 _ROUGH_STEPS = 5
+_SHORTEST = 1e-9  # seconds of a pass, also on a clock that stands
 _FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
 _LARGEST_FACTOR = 1.5  # between measured passes and those of a run, above which they are measured again
 
@@ -388,8 +389,9 @@ class _Timed:
             passes = own
             drafts = own_drafts
         warm = {tokens: _warm(seconds) for tokens, seconds in passes.items()}
-        whole, single, double = (undisturbed(warm[tokens]) for tokens in (width, 1, 2))
-        costs = ParallelCosts(undisturbed(_warm(drafts)), whole, single, double, width, len(self.context))
+        times = (_warm(drafts), warm[width], warm[1], warm[2])
+        draft, whole, single, double = (max(undisturbed(seconds), _SHORTEST) for seconds in times)
+        costs = ParallelCosts(draft, whole, single, double, width, len(self.context))
         scatter = max(spread(warm[width]), spread(_warm(drafts)))
         return Sample(costs, len(warm[width]), max(scatter, wait))
 
