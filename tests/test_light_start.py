@@ -11,7 +11,7 @@ import pytest
 
 from specgen import demo
 
-HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor"}
+HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor", "prompt_toolkit"}
 NOT_FOR_HELP = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"}
 IN_WORKER = {"typer", "rich", "pydantic"}
 TRACE = Path(__file__).parent / "golden" / "trace.jsonl"
@@ -31,11 +31,12 @@ def imported(code: str, *arguments: str) -> set[str]:
     [
         (("--help",), NOT_FOR_HELP),
         (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY),
+        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"}),  # the folder of its cache
         (("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
         (("inspect", "-q", *PAIR), HEAVY),
         (("inspect", "-q", str(TRACE)), {"torch"}),
     ],
-    ids=["help", "generate", "compare", "inspect", "inspect a trace"],
+    ids=["help", "generate", "generate with what is found", "compare", "inspect", "inspect a trace"],
 )
 def test_a_command_imports_no_library_that_it_does_not_need(arguments: tuple[str, ...], unneeded: set[str]) -> None:
     seen = imported("from specgen.__main__ import start; start()", *arguments)

@@ -218,7 +218,7 @@ def _folders(place: Path) -> list[Path]:
         names = sorted(os.listdir(place))
     except OSError:
         return []
-    folders = (place / name for name in names if not name.startswith("."))
+    folders = (place / name for name in names if not name.startswith((".", "__")))
     return list(islice((folder for folder in folders if os.path.isdir(folder)), MOST_FOLDERS))
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 PROMPT = "def fibonacci(n):"
 METHODS = ("ar", "sd", "svip", "pearl")
-TORCH, DRAFT_ALONE = "import torch", "ar, draft as target"
+TORCH, DEFAULT, DRAFT_ALONE = "import torch", "no method named", "ar, draft as target"
 DEMO_DRAFT = Path(__file__).resolve().parents[2] / "specgen" / "demo" / "draft"
 MOST_AFTER_TORCH, MOST_AFTER_SD, MOST_MEMORY = 0.6, 0.5, 1.1
 
@@ -86,6 +86,7 @@ def commands(target: str | None, draft: str | None) -> dict[str, list[str]]:
     generate = [*specgen, "generate", PROMPT, "-n", "1", "--ignore-eos"]
     given = {name: [*generate, *models, "-m", name] for name in METHODS if name == "ar" or target is None or draft}
     alone = [*generate, "--target", draft or str(DEMO_DRAFT), "-m", "ar"]
+    given = {DEFAULT: [*generate, *models], **given}
     return {TORCH: [sys.executable, "-c", "import torch"], **given, DRAFT_ALONE: alone, "--help": [*specgen, "--help"]}
 
 

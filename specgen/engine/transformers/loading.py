@@ -101,7 +101,9 @@ def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: 
     except Exception as error:
         reason = shorten(" ".join(str(error).split()), 200, placeholder=" …").rstrip(".") or type(error).__name__
         method = shorten(str(settings.get("quant_method")), 40)
-        hint = "Install what it names" if isinstance(error, ImportError) else "Take another checkpoint of the model"
+        hint = "Take another checkpoint of the model"
+        if isinstance(error, ImportError):
+            hint = 'Install it: pip install -e ".[quantised]"' if method == "torchao" else "Install what it names"
         message = f"the weights of {name} are quantised with {method}, which transformers cannot load here: {reason}"
         raise SpecgenError(message, hint) from error
     return bool(getattr(quantiser.quantization_config, "dequantize", False))
