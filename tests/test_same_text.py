@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 import specgen
+from specgen import methods
+from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.methods import POLICIES
 from specgen.methods.method import Method
@@ -62,9 +65,14 @@ def fresh(loaded: Pair) -> Pair:
 
 
 def policies_of(method: Method) -> list[str]:
-    """The length policies that the method takes, its own first."""
-    names = [name for name in POLICIES if method.any_policy and name != method.policy]
-    return [method.policy or "", *names]
+    """The length policies that the method takes, its own first. Not those that its drafter cannot feed."""
+    names = [method.policy or ""]
+    for name in POLICIES:
+        with suppress(SpecgenError):
+            if method.any_policy and name != method.policy:
+                methods.resolve(method, {"policy": name})
+                names.append(name)
+    return names
 
 
 def cases() -> Iterator[Any]:
