@@ -215,3 +215,34 @@ def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: 
     assert len(lines[0]["prompt_ids"]) + lines[-1]["new_tokens"] == CONTEXT
     assert f"(the context of {CONTEXT} tokens is full)" in footer
     assert "(-n)" not in footer
+
+
+@POSIX
+@pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help-all")])
+def test_a_help_text_whose_reader_has_ended_is_no_error(arguments: tuple[str, ...]) -> None:
+    process = start(*arguments)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert (process.wait(60), process.stderr.read()) == (0, b"")
+
+
+@POSIX
+def test_arguments_are_utf8_in_a_locale_of_ascii_too(pair: tuple[str, ...]) -> None:
+    environment = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    models = (*pair, "--device", "cpu", "-q", "-n", "3", "--json")
+    code, out, err = run("generate", *models, "--stop", "\u00fc", "naéve", environment=environment)
+    assert (code, err) == (0, b"")
+    first = parsed(out.decode())[0]
+    assert first["prompt_ids"] == [LETTERS.index(letter) for letter in "naéve"]
+    assert first["sampling"]["stop"] == ["\u00fc"]
+
+
+def test_mistakes_in_arguments_are_said_as_they_are(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_main(monkeypatch, capfd, "generate", "-5 + 3 =")
+    assert (code, out) == (2, "")
+    assert "A prompt that begins with a dash goes after --" in err
+    assert "goes after" not in run_main(monkeypatch, capfd, "generate", "--tempp", "1")[2]
+    assert "goes after" not in run_main(monkeypatch, capfd, "tune", "-5")[2]
+    for seed in ("-1", str(2**63)):
+        assert f"between 0 and {2**63 - 1:,}" in run_main(monkeypatch, capfd, "generate", "--seed", seed, "a")[2]

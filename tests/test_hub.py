@@ -247,3 +247,38 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
 def test_published_drafters_are_named_for_known_models_only() -> None:
     assert "z-lab/Qwen3-8B-DFlash-b16" in (hint("Qwen/Qwen3-8B") or "")
     assert hint("./my-model") is None
+
+
+@pytest.mark.parametrize("reference", [None, "x\n", "gone\n"])
+def test_a_snapshot_is_found_in_a_cache_that_does_not_say_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reference: str | None
+) -> None:
+    """Caches that were copied lack refs/main, or it ends with a line feed."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--lab--copied"
+    snapshot = repository / "snapshots" / "x"
+    save(make_model("llama"), snapshot)
+    if reference is not None:
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(reference)
+    assert model_folder("lab/copied", None, True, False, print) == snapshot
+    (repository / "snapshots" / "y").mkdir()
+    if reference == "x\n":
+        assert model_folder("lab/copied", None, True, False, print) == snapshot
+        return
+    with pytest.raises(SpecgenError, match="the hub was not contacted"):
+        model_folder("lab/copied", None, True, False, print)
+
+
+def test_an_at_in_the_name_of_a_folder_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a@b" / "model"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(folder), "a@b/model"):
+        assert model_folder(name, None, True, False, print).samefile(folder)
+        with pytest.raises(SpecgenError, match=r"no (folder|model) .*a@b/other"):
+            model_folder(name.replace("model", "other"), None, True, False, print)
+        with pytest.raises(SpecgenError, match="Q4_0"):
+            model_folder(f"{name}:Q4_0", None, True, False, print)
+    with pytest.raises(SpecgenError, match="is a folder, which has no revision 'v2'"):
+        model_folder(f"{folder.parent.parent}@v2", None, True, False, print)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -241,3 +242,30 @@ def test_sources_of_chat_templates(tmp_path: Path, configured: Any, file: str | 
         assert (
             tokenizer.conversation([{"role": "user", "content": "Hi"}]) == reference(text, add_special_tokens=False)["input_ids"]
         )
+
+
+def test_a_template_that_only_chat_template_json_holds_is_used(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}!"
+    folder = write(tmp_path, byte_level(), {}, LLAMA, chat_template={"chat_template": template})
+    tokenizer = load(folder)
+    assert tokenizer.conversation([{"role": "user", "content": "Hi"}]) == tokenizer.encode("Hi!", special=False)
+    (folder / "chat_template.jinja").write_text("another")
+    assert load(folder).conversation([{"role": "user", "content": "Hi"}]) == tokenizer.encode("another", special=False)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(SpecgenError, match="no chat template"):
+        load(folder).conversation([{"role": "user", "content": "Hi"}])
+
+
+@pytest.mark.parametrize(
+    ("content", "packages"),
+    [(b"\x0a\x0e\x0a\x05<unk>", "sentencepiece protobuf"), (b"IQ== 0\nIg== 1\n", "tiktoken")],
+)
+def test_a_vocabulary_that_needs_a_package_names_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, packages: str
+) -> None:
+    monkeypatch.setattr("specgen.engine.text.tokenizer.find_spec", lambda _: None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(SpecgenError, match=f"Install what is missing: pip install {packages}$"):
+        load(tmp_path)

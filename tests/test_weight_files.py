@@ -13,7 +13,10 @@ from native_models import load, make, save, variant
 from safetensors.torch import load_file, save_file
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.weights import WeightFiles
+from specgen.engine.hub import model_path
+from specgen.engine.model_loading import check_weight_files
+from specgen.engine.text.tokenizer import has_tokenizer
+from specgen.engine.weights import WeightFiles, stored_tensors, weights_fingerprint
 
 IDS = [5, 9, 30, 7, 8, 11]
 FILE = "model.safetensors"
@@ -146,3 +149,21 @@ def test_weights_stay_as_they_were_loaded_when_the_file_is_written_again(tmp_pat
     with (tmp_path / FILE).open("r+b") as file:  # the same file, in place
         file.write(bytes(size))
     torch.testing.assert_close(native.reference_logits(IDS), logits_of(module), rtol=0, atol=1e-4)
+
+
+def test_side_files_of_macos_are_no_weights(tmp_path: Path) -> None:
+    """They lie beside each file on disks of other systems, and hold no model."""
+    module = make(variant("llama"))
+    save(module, tmp_path)
+    before = weights_fingerprint(tmp_path)
+    for name in (FILE, INDEX, "tokenizer.json", "tokenizer.model", "model.gguf"):
+        (tmp_path / f"._{name}").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    check(tmp_path, module)
+    assert weights_fingerprint(tmp_path) == before
+    assert stored_tensors(tmp_path).keys() == load_file(tmp_path / FILE).keys()
+    assert model_path(str(tmp_path), None, True, False, print) == tmp_path
+    check_weight_files(tmp_path, "the model")
+    (tmp_path / FILE).unlink()
+    with pytest.raises(SpecgenError, match="the model has no safetensors weights"):
+        check_weight_files(tmp_path, "the model")
+    assert not has_tokenizer(tmp_path)

@@ -112,6 +112,12 @@ def write_new(path: Path, text: str, what: str) -> None:
         raise RunError(f"cannot write {path}: {_reason(error)}") from error
 
 
+def files_in(folder: Path, *patterns: str) -> list[Path]:
+    """Returns the files in a folder whose names match one of the patterns, in order, without macOS's side files (`._name`)."""
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in found if not path.name.startswith("._"))
+
+
 def check_writable(path: Path, what: str) -> None:
     """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
 

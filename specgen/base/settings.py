@@ -62,7 +62,8 @@ class Setting:
 
 
 def _bound(number: float) -> str:
-    return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
+    is_whole = isinstance(number, int) or number.is_integer()
+    return f"{int(number):,}" if is_whole else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)

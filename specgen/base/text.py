@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 # Characters that reorder text, so that it looks like other text, and characters without width, which hide in it.
@@ -90,6 +92,19 @@ def json_line(content: Mapping[str, Any]) -> bytes:
 
 def _escape(found: re.Match[str]) -> str:
     return _REPLACED if ord(found[0]) in _SURROGATES else json.dumps(found[0])[1:-1]
+
+
+def argument_text(text: str) -> str:
+    """Returns the text of an argument of the command line, which is UTF-8 also where the locale's encoding is ASCII.
+
+    There, Python represents other bytes as surrogates. They stay where the bytes are no UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        with suppress(UnicodeError):
+            return os.fsencode(text).decode("utf-8")
+    return text
 
 
 def print_json(content: Mapping[str, Any]) -> None:

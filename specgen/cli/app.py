@@ -86,6 +86,10 @@ def _main() -> int:
         return INTERRUPTED
     except OSError as error:  # from help texts; commands report their own
         return _system_error(error)
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return 0  # the reader of a help text has closed the pipe
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
@@ -182,8 +186,17 @@ def _usage_error(error: Exception) -> int:
         what = str(error).removeprefix("Value error, ").partition(",")[0].replace("Input should", "It has to")
         return _report(SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", what))
     if message:  # it is empty where the parser has shown the help text instead
-        _report(SpecgenError(message.rstrip("."), "See --help"))
+        _report(SpecgenError(message.rstrip("."), _usage_hint(error)))
     return SpecgenError.exit_code
+
+
+def _usage_hint(error: Exception) -> str:
+    """Returns the way out of a parser's error. A prompt that begins with a dash, such as `-5 + 3 =`, is read as options."""
+    context, option = getattr(error, "ctx", None), str(getattr(error, "option_name", ""))
+    is_prompt = option.startswith("-") and not option.startswith("--")
+    if is_prompt and context is not None and context.info_name == "generate":
+        return 'See --help. A prompt that begins with a dash goes after --: specgen generate -- "-5 + 3 ="'
+    return "See --help"
 
 
 def _system_error(error: OSError) -> int:

@@ -14,11 +14,13 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
+from specgen.base.text import argument_text
 from specgen.base.types import DRAFT_DTYPES
 from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN, ModelOptions
 
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")  # of the files that specgen writes; models have none
 _NAMES = {"--trace": "trace", "--resume": "trace", "--csv": "CSV file", "--svg": "picture", "--html": "page", "--out": "profile"}
+_TEXTS = ("prompt", "system", "stop")  # for the model, in UTF-8
 _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
 
 
@@ -108,6 +110,8 @@ def _parameter(
         more["parser"] = lambda text: Path(_name(text))
     elif metavar in ("MODEL", "REV"):
         more["parser"] = _name
+    elif field.name in _TEXTS:
+        more["parser"] = argument_text
     elif "int" in str(kind):
         more["min"] = LEAST.get(field.name)
     if not any(each.startswith("--") for each in names):

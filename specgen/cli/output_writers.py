@@ -204,7 +204,10 @@ class OutputWriter:
             stand_in = self._pair.parts.stand_in(method)
             yield "no draft model" if stand_in is None else f"{stand_in.name} drafts"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
-            yield f"the context of {len(run.context):,} tokens is full"
+            target = self._pair.target
+            is_full = target.max_tokens(run.context.prompt_length) == target.context_limit
+            length = f"{len(run.context):,} tokens"
+            yield f"the context of {length} is full" if is_full else f"{length}: LongRoPE changes there"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
         if finish_reason == "interrupted":

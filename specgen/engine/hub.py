@@ -71,11 +71,16 @@ def _kind(name: str) -> str | None:
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
     """Returns the name without its revision, and that: `owner/name@v2`, `owner/name@v2:FILE` and `owner/name:FILE@v2`."""
-    if revision is not None or "@" not in name:
+    if revision is not None or "@" not in name or _is_below_at(name):
         return name, revision
     name, _, revision = name.rpartition("@")
     revision, colon, selector = revision.partition(":")
     return f"{name}{colon}{selector}", revision
+
+
+def _is_below_at(name: str) -> bool:
+    """Whether `name` is a path in a folder that exists and has an @ in its name."""
+    return any("@" in folder.name and folder.is_dir() for folder in Path(name).expanduser().parents)
 
 
 def _local_model(name: str, selector: str | None, revision: str | None) -> Path:
@@ -120,6 +125,8 @@ def _hub_model(
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
+    if offline and revision is None and (copied := _copied_snapshot(name)) is not None:
+        return _local_model(str(copied), selector, None)
     snapshot = partial(huggingface_hub.snapshot_download, name, revision=revision)
     with _hub_errors(name, revision, offline):
         cached = _cached_files(snapshot)
@@ -139,6 +146,27 @@ def _hub_model(
         if listed is None:
             return cached[files[0]]
         return Path(snapshot(allow_patterns=[escape(file) for file in files])) / files[0]
+
+
+def _copied_snapshot(name: str) -> Path | None:
+    """Returns the snapshot of a cached repository's main branch where the cache does not say which it is: the only one there is,
+    or the one that refs/main names with a line feed at its end. None if huggingface_hub finds it.
+
+    Caches that were copied or written by hand lack that file, or have it so.
+    """
+    from huggingface_hub import constants
+
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    try:
+        snapshots = {path.name: path for path in (repository / "snapshots").iterdir() if path.is_dir()}
+        reference = repository / "refs" / "main"
+        main = reference.read_text("utf-8") if reference.is_file() else ""
+    except (OSError, UnicodeError):
+        return None
+    if main in snapshots:
+        return None
+    alone = next(iter(snapshots.values())) if len(snapshots) == 1 else None
+    return snapshots.get(main.strip(), alone)
 
 
 def _safetensors_model(

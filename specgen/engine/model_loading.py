@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.files import files_in
 from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name, inference
@@ -432,11 +433,11 @@ def load_weights(
 
 def check_weight_files(folder: Path, name: str) -> None:
     """Raises SpecgenError if there are no safetensors weights in `folder`; `name` is the model's, for the message."""
-    if is_gguf(folder) or any(folder.glob("*.safetensors")):
+    if is_gguf(folder) or files_in(folder, "*.safetensors"):
         return
-    if any(folder.glob("*.safetensors.index.json")):
+    if files_in(folder, "*.safetensors.index.json"):
         raise SpecgenError(f"{name} has an index of weight files, but none of the files", "Download or save it again")
-    other = next((path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".gguf")), None)
+    other = next((path.name for path in files_in(folder, "*.bin", "*.pt", "*.pth", "*.gguf")), None)
     hint = "Other formats can run code when read: convert it to safetensors first" if other else "Download or save it again"
     if other is not None and other.endswith(".gguf"):
         hint = GGUF_HINT

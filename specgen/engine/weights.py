@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import files_in
 from specgen.base.text import one_line, shown
 from specgen.engine.gguf.file import gguf_fingerprint, is_gguf, open_gguf
 from specgen.engine.gguf.tensors import GgufTensors
@@ -291,7 +292,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
     if is_gguf(folder):
         return GgufTensors(folder, str(folder)).shapes_and_types()
     found: dict[str, tuple[list[int], str]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files_in(folder, "*.safetensors"):
         with reading_weights(str(path)), path.open("rb") as file:
             found |= {name: (tensor["shape"], tensor["dtype"]) for name, tensor in _header(file)[0].items()}
     return found
@@ -306,7 +307,7 @@ def weights_fingerprint(folder: Path) -> str:
     if is_gguf(folder):
         return gguf_fingerprint(open_gguf(folder, str(folder)))
     digests: list[bytes] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files_in(folder, "*.safetensors"):
         with reading_weights(str(path)), path.open("rb") as file:
             facts = os.fstat(file.fileno())
             state = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
@@ -318,7 +319,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 def bytes_of_weights(folder: Path) -> int:
     """Returns the size of the safetensors files in `folder`, or of the GGUF file that it is, with all its parts."""
-    paths = open_gguf(folder, str(folder)).paths if is_gguf(folder) else folder.glob("*.safetensors")
+    paths = open_gguf(folder, str(folder)).paths if is_gguf(folder) else files_in(folder, "*.safetensors")
     return sum(path.stat().st_size for path in paths)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import files_in
 from specgen.base.text import one_line
 
 SUFFIX = ".gguf"
@@ -45,9 +46,10 @@ def gguf_in_folder(folder: Path, selector: str | None, name: str) -> Path | None
     A folder with a safetensors model is none of GGUF, unless there is a `selector`. Raises
     SpecgenError as `choose_gguf` does.
     """
-    if selector is None and has_safetensors(entry.name for entry in folder.iterdir()):
+    names = [path.name for path in files_in(folder, "*")]
+    if selector is None and has_safetensors(names):
         return None
-    chosen = choose_gguf([file.name for file in folder.iterdir()], selector, name, "/")
+    chosen = choose_gguf(names, selector, name, "/")
     return None if chosen is None else folder / chosen[0]
 
 

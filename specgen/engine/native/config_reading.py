@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import files_in
 from specgen.engine.gguf.config import gguf_config
 from specgen.engine.gguf.file import open_gguf
 from specgen.engine.hub import GGUF_HINT
@@ -57,7 +58,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         return config
     path = folder / "config.json"
     if not path.is_file():
-        hint = GGUF_HINT if any(folder.glob("*.gguf")) else "Name a model id or a folder made by save_pretrained"
+        hint = GGUF_HINT if files_in(folder, "*.gguf") else "Name a model id or a folder made by save_pretrained"
         raise SpecgenError(f"{name} is no Hugging Face model: it has no config.json", hint)
     try:
         config = json.loads(path.read_text("utf-8"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import files_in
 from specgen.base.text import shown
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
@@ -56,13 +57,13 @@ def _weight_file(folder: Path) -> str:
 
     Raises SpecgenError if there is none, and for formats that can run code when they are read.
     """
-    found = [path.name for path in folder.glob("*.safetensors")]
+    found = [path.name for path in files_in(folder, "*.safetensors")]
     if MEDUSA_FILE in found:
         return MEDUSA_FILE
     if found:
         has_index = (folder / f"{SINGLE_FILE}.index.json").exists()
         return SINGLE_FILE if has_index or len(found) > 1 else found[0]
-    others = sorted(path for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+    others = files_in(folder, "*.bin", "*.pt", "*.pth")
     if not others:
         raise SpecgenError(f"there is no head in {folder}: it has no safetensors file", "Name the folder of a trained head")
     paths = " ".join(shlex.quote(str(path)) for path in (folder / SINGLE_FILE, *others))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -12,8 +13,17 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import files_in
 from specgen.engine.gguf.file import is_gguf
-from specgen.engine.text.tokenizer_files import FILES, TokenizerFiles, keep, parse, read_files, read_gguf_tokenizer
+from specgen.engine.text.tokenizer_files import (
+    FILES,
+    TokenizerFiles,
+    keep,
+    parse,
+    read_files,
+    read_gguf_tokenizer,
+    read_old_template,
+)
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders write for an incomplete character
 _MAX_CHARACTER_TOKENS = 4  # a character in UTF-8 has at most 4 bytes
@@ -159,6 +169,13 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
     """
     if is_gguf(folder):
         return _native(read_gguf_tokenizer(folder, name))
+    made = _of_folder(folder, config, trust_remote_code, name)
+    if made.template is None and (template := read_old_template(folder)) is not None:
+        return replace(made, template=template)
+    return made
+
+
+def _of_folder(folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str) -> Tokenizer:
     found = read_files(folder, config)
     if found is not None:
         return _native(found)
@@ -168,6 +185,10 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
         try:
             return _of_transformers(folder, trust_remote_code)
         except Exception as error:
+            if (packages := _missing_packages(folder)) is not None:
+                kind, needed = packages
+                problem = f"the tokenizer of {name} is a {kind} file, which needs {needed.replace(' ', ' and ')}"
+                raise SpecgenError(problem, f"Install what is missing: pip install {needed}") from error
             if "trust_remote_code" in str(error) or has_tokenizer(folder):
                 raise
             raise SpecgenError(
@@ -176,9 +197,30 @@ def load_tokenizer(folder: Path, config: Mapping[str, Any], trust_remote_code: b
             ) from error
 
 
+def _missing_packages(folder: Path) -> tuple[str, str] | None:
+    """Returns what kind of file the only vocabulary in a model's folder is, and the packages that read it, if one is not
+    installed; else None. Transformers asks for tiktoken where it should ask for the others."""
+    model = next(iter(files_in(folder, "*.model")), None)
+    if model is None or (folder / "tokenizer.json").is_file():
+        return None
+    with model.open("rb") as file:
+        is_protobuf = file.read(1) == b"\n"  # the tag of its first field; tiktoken's files are text
+    kind, packages = ("SentencePiece", "sentencepiece protobuf") if is_protobuf else ("tiktoken", "tiktoken")
+    modules = {"protobuf": "google.protobuf"}
+    is_complete = all(_is_installed(modules.get(package, package)) for package in packages.split())
+    return None if is_complete else (kind, packages)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package above it is not there
+        return False
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model's folder has one of the files that hold vocabularies."""
-    return any(path for pattern in FILES for path in folder.glob(pattern))
+    return bool(files_in(folder, *FILES))
 
 
 def _native(files: TokenizerFiles) -> Tokenizer:

@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import cache_folder, write_whole
+from specgen.base.files import cache_folder, files_in, write_whole
 from specgen.engine.gguf.file import open_gguf
 from specgen.engine.gguf.tokenizer import read_tokenizer
 
@@ -71,6 +71,15 @@ def read_gguf_tokenizer(path: Path, name: str) -> TokenizerFiles:
     return TokenizerFiles(pipeline, digest, found.special_tokens, found.template, found.warning)
 
 
+def read_old_template(folder: Path) -> str | None:
+    """Returns the template in chat_template.json, where processors of models with pictures kept it; None if there is none."""
+    try:
+        template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return template if isinstance(template, str) else None
+
+
 def keep(folder: Path, files: TokenizerFiles) -> None:
     """Writes the tokenizer `files`, which transformers has made from those in `folder`, to the folder of caches, for
     `read_files`.
@@ -111,7 +120,7 @@ def _read_kept(file: Path) -> TokenizerFiles:
 def _key_file(folder: Path) -> Path:
     """The file that holds what transformers has made of the files in `folder`, named by their contents."""
     key = sha256(version("transformers").encode())
-    for path in sorted(path for pattern in (*FILES, *_OTHERS) for path in folder.glob(pattern)):
+    for path in files_in(folder, *FILES, *_OTHERS):
         data = path.read_bytes()
         key.update(f"\n{path.relative_to(folder)} {len(data)}\n".encode() + data)
     return cache_folder() / "tokenizers" / f"{key.hexdigest()}.json"
