@@ -266,7 +266,10 @@ SOME_TYPES = {"blt", "clip", "vit", "wav2vec2", "whisper", *random.Random(0).sam
 
 
 @pytest.mark.parametrize("types", [SOME_TYPES, pytest.param(ALL_TYPES, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_no_type_of_model_ends_a_run_as_a_neighbour_or_has_a_traceback_as_a_target(place: Path, types: Collection[str]) -> None:
+def test_no_type_of_model_ends_a_run_as_a_neighbour_or_has_a_traceback_as_a_target(
+    place: Path, types: Collection[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finding, "MOST_FOLDERS", 2 * len(ALL_TYPES))
     for model_type in sorted(types):
         folder = of_type(place.parent / "hub" / f"models--a--{model_type}" / "snapshots" / "x", model_type)
         for use in (describe, lambda folder, source: prepare(source, lambda _: None)):
@@ -284,3 +287,13 @@ def test_such_a_target_is_one_line(place: Path, model_type: str) -> None:
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: ")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("methods", "looks"), [("lookup,eagle", "heads"), ("lookup,adaptive", "untried")])
+def test_compare_loads_a_model_that_was_found_only_for_methods_that_may_use_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, methods: str, looks: str
+) -> None:
+    load = Mock(side_effect=SpecgenError("enough", ""))
+    monkeypatch.setattr(loading, "load", load)
+    CliRunner().invoke(app, ["compare", "-t", str(place / "big"), "-m", methods])
+    assert load.call_args.kwargs["find"] == looks

@@ -83,8 +83,15 @@ def compare(asked: CompareOptions, models: DecodingOptions, options: SamplingOpt
         sequential = any(not choice.settings.drafts_text for choice in in_turn)
         is_tuned = _takes_profile(asked, models, recorded)
         tuned_for = sampling if is_tuned else None
-        loading = open_pair(models, err, quiet=output.quiet, parallel=parallel, sequential=sequential, tuned_for=tuned_for)
-        pair, profile = loading
+        pair, profile = open_pair(
+            models,
+            err,
+            quiet=output.quiet,
+            parallel=parallel,
+            sequential=sequential,
+            tuned_for=tuned_for,
+            find="untried" if any(spec.is_baseline or spec.choice.method.uses_draft_model for spec in specs) else "heads",
+        )
         opened.enter_context(pair)
         if asked.tuned and profile is None:
             raise SpecgenError("--tuned is given, and there is no tuned profile for these models here", "Run specgen tune")
