@@ -189,6 +189,16 @@ class Candidate:
     def written(self) -> str:
         return written(self.name, self.settings)
 
+    @property
+    def proven(self) -> tuple[bool, bool, float]:
+        """Orders candidates by what is known of them: those that really ran on several prompts come last, by the lower end of
+        their speedup's interval; before them those that ran on one, by their speedup, then those that were only simulated.
+
+        The lower end counts because a method that is fast on some prompts and slow on others is no safe choice for new ones.
+        """
+        speed = self.low or self.speedup or self.predicted
+        return self.measured is not None, self.low is not None, speed
+
 
 @dataclass(frozen=True, slots=True)
 class TuningOutcome:
@@ -220,18 +230,10 @@ class TuningOutcome:
 
     @property
     def best(self) -> Candidate:
-        """The fastest lossless method other than plain decoding; plain decoding if there is no such method.
-
-        Methods that ran on the real models go before those that were only simulated. The former are compared by the lower end of
-        their speedup's interval, because a method that is fast on some prompts and slow on others is no safe choice for new
-        prompts; the latter are compared by their expected speed.
-        """
+        """The fastest lossless method other than plain decoding, as far as it is known (`Candidate.proven`); plain decoding if
+        there is no such method."""
         others = [method for method in self.methods if method.name != PLAIN and method.lossless]
-
-        def rank(method: Candidate) -> tuple[bool, float]:
-            return method.measured is not None, method.low or method.speedup or method.predicted
-
-        return max(others, key=rank, default=plain_of(self.methods))
+        return max(others, key=lambda method: method.proven, default=plain_of(self.methods))
 
     @property
     def default(self) -> Candidate:

@@ -336,7 +336,8 @@ class Tuner:
         begin = deadline.left
         for position, (name, settings) in enumerate(queue):
             if name != PLAIN and deadline.left < 0:
-                self._miss(queue[position:], begin / max(1, position))
+                untried = [each for each, _ in queue[position:] if not tried[each] and not prospects.is_given_up(each)]
+                self._miss(len(set(untried)), begin / max(1, position))
                 break
             if (name, settings.get("policy")) in failed or prospects.is_given_up(name):
                 continue
@@ -382,10 +383,10 @@ class Tuner:
         except AbandonedError:
             return None
 
-    def _miss(self, queue: Sequence[tuple[str, GivenSettings]], seconds: float) -> None:
-        """Says of the settings in `queue` that the time was too short for them. One takes about so many seconds."""
+    def _miss(self, untried: int, seconds: float) -> None:
+        """Says that the time was too short for some settings, and of so many methods for all. One takes about so many seconds."""
         self.left_out[SOME] = f"time was short: {self.simulated} were simulated"
-        self.missing_seconds += len(queue) * max(0.0, seconds) / SIMULATION
+        self.missing_seconds += untried * max(0.0, seconds) / SIMULATION
 
     def choose(self, simulator: Simulator, names: Sequence[str]) -> list[Candidate]:
         """Simulates settings of the methods `names`, and returns each method with its best settings, by expected speed, fastest
@@ -527,7 +528,7 @@ def one_of_each(found: Sequence[Candidate]) -> list[Candidate]:
     It is the first one of the method, or another one if that is the fastest lossless one of all that ran.
     """
     ran = [each for each in found if each.speedup is not None and each.lossless and each.name != PLAIN]
-    fastest = max(ran, key=lambda each: each.low or each.speedup or 0.0, default=None)
+    fastest = max(ran, key=lambda each: each.proven, default=None)
     first: dict[str, Candidate] = {}
     for each in found:
         if each is fastest or each.name not in first:
