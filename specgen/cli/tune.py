@@ -140,7 +140,7 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
     usable = [method for method in named if has_draft or not method.needs_draft_model]
     if len(usable) < len(named) and all(method.name == "ar" for method in usable):
         raise next(method for method in named if method.needs_draft_model).without_part(None)
-    if exported is not None and not any(method.name in exported for method in usable):
+    if names is not None and exported is not None and not any(method.name in exported for method in usable):
         ways = f"It has {', '.join(exported)}: name one with --methods, and the draft model with --draft if it needs one"
         raise SpecgenError(f"{asked.export} has none of the methods that can be tuned", ways)
 

@@ -117,7 +117,7 @@ class RealRuns:
         runner.warm_up_tokens = WARM_UP_TOKENS
         self._parts.append(runner.results)
         prompt = prompts[0]
-        turn_seconds = len(specs) * self.run_seconds / 2  # the first turn was planned: only a much shorter time ends it
+        turn_seconds = sum(self._expected_seconds(spec.written) for spec in specs)
         begin: float | None = None
         try:
             for step in runner.steps():
@@ -136,6 +136,12 @@ class RealRuns:
             if len(runner.results.failures) < len(specs) - 1:
                 raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
         self.failures |= runner.results.failures
+
+    def _expected_seconds(self, written: str) -> float:
+        """Returns the seconds of a run of the method: the longest so far. Half of the planned ones for one that has not run: only
+        a much shorter time than was planned keeps it from running."""
+        known = [run.seconds for results in self._parts for key, run in results.runs.items() if key[0] == written]
+        return max(known, default=self.run_seconds / 2)
 
     def references(self) -> list[ReferenceOutput]:
         """Returns plain decoding's output for each prompt that it ran on."""

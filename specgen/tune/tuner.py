@@ -45,7 +45,7 @@ from specgen.tune.outcome import (
     shortlist,
 )
 from specgen.tune.pair_inspection import obstacle
-from specgen.tune.prospects import Prospects, likeliest
+from specgen.tune.prospects import BEHIND, Prospects, likeliest
 from specgen.tune.real_runs import (
     FEWEST_PROMPTS,
     FEWEST_TOKENS,
@@ -197,8 +197,14 @@ class Tuner:
             return []
         self.request = request = replace(request, sampling=replace(request.sampling, max_new_tokens=found.tokens))
         self._runs = RealRuns(self.pair, request, self.observer, speed)
-        share = TRIAL if found.tokens >= FEWEST_TOKENS else 1.0
-        self._runs.run(candidates[: found.methods], request.prompts, deadline.share(share))
+        limit = deadline.share(TRIAL if found.tokens >= FEWEST_TOKENS else 1.0)
+        first, others = request.prompts[:1], request.prompts[1:]
+        self._runs.run(candidates[: found.methods], first, limit)
+        if others:
+            self._runs.run(self._not_behind(candidates[: found.methods], self._runs), others, limit)
+            default = candidates[1]
+            if len(self._runs.prompts(default)) == 1:  # too few to compare it with plain decoding
+                self._runs.run([default], others[:1], deadline)
         self.left_out |= {name: error.message for name, error in self._runs.failures.items() if name in names}
         measured = map(self._runs.measured, candidates[: found.methods])
         self.tried = [replace(each, predicted=each.measured) for each in measured if each.measured]
@@ -212,6 +218,12 @@ class Tuner:
         where = f"{counted(len(references), 'prompt')}, {found.tokens} tokens each"
         self.observer.done(f"really run, tokens/s: {ran} ({where})")
         return references
+
+    def _not_behind(self, candidates: Sequence[Candidate], runs: RealRuns) -> list[Candidate]:
+        """Returns the candidates that are worth further runs: the default, and those that were not far behind so far."""
+        speeds = {each.name: runs.measured(each).speedup or 0.0 for each in candidates}
+        floor = BEHIND * max(1.0, *(speed for name, speed in speeds.items() if METHODS[name].lossless))
+        return [each for each in candidates if speeds[each.name] >= floor or each.name == methods.DEFAULT_METHOD]
 
     @property
     def real_runs(self) -> int:
