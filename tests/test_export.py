@@ -60,6 +60,9 @@ CASES = {
     "eagle without a head": of("eagle", "glide", k=2),
     "medusa": of("medusa", nodes=10, k=3),
     "glide": of("glide", k=3),
+    "GGUF files": of("sd", more={"gguf": ("/m/a target.gguf", "/m/draft.gguf")}, k=3),
+    "a GGUF file whose draft is none": of("sd", more={"gguf": ("/m/target.gguf", None)}, k=3),
+    "a GGUF file alone": of("lookup", more={"gguf": ("/m/target.gguf", None)}, k=3, ngram=1),
 }
 
 

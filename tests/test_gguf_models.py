@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf_models import FAMILIES, model_of, write_model
+from cli_helpers import run_main
+from gguf_files import random_stored, write_gguf
+from gguf_models import FAMILIES, model_of, tokenizer_metadata, write_model
 from published_model import gguf_file, needs_published_model
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specgen
+from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import SamplingParams
+from specgen.engine import dtype_choice
+from specgen.engine.native.config_reading import read_config
+from specgen.engine.transformers import loading
 from specgen.engine.transformers.quiet import quiet_transformers
+from specgen.engine.weights import model_files
 
 PROMPT = torch.randint(3, 400, (150,), generator=torch.manual_seed(1)).tolist()  # longer than the sliding windows
 
@@ -103,3 +111,97 @@ def test_the_published_file_has_the_tokens_of_its_model(published: Any) -> None:
     assert published.target.eos_ids == {0, 2}
     assert tokenizer.conversation(MESSAGES)[:2] == [1, 9690]  # <|im_start|>system
     assert tokenizer.turn_end == "<|im_end|>"
+
+
+def test_transformers_runs_files_of_known_architectures_without_reading_them(tmp_path: Path, monkeypatch: Any) -> None:
+    module = model_of("llama")
+    path = write_model(module, "llama", tmp_path / "model.gguf", "Q8_0")
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)  # neither gguf nor accelerate
+    with specgen.load(str(path), dtype="float32", backend="transformers") as pair:
+        assert pair.target.backend == "transformers"
+        check_same_output(pair, module)
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ((), "is not supported yet"),
+        (("gguf",), 'which only transformers runs, with two more packages. pip install -e ".[gguf]"'),
+        (("accelerate",), 'pip install -e ".[gguf]"'),
+    ],
+)
+def test_other_architectures_need_transformers(missing: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "model.gguf"
+    metadata = {"general.architecture": "unheard", **tokenizer_metadata()}
+    write_gguf(path, metadata, {"token_embd.weight": random_stored((4, 32), "F32", 0)})
+    monkeypatch.setattr(loading, "find_spec", lambda name: None if name in missing else find_spec(name))
+    with pytest.raises(SpecgenError) as raised:
+        specgen.load(str(path))
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write_model(model_of("qwen2"), "qwen2", tmp_path / "model.gguf", "Q8_0")
+    with specgen.load(str(path)) as pair:
+        assert pair.target.dtype == torch.float32
+    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 4 << 20)
+    with specgen.load(str(path)) as pair:
+        assert pair.target.dtype == torch.bfloat16
+        assert "runs in bfloat16: in float32 it would take" in str(pair.target.warning)
+    monkeypatch.undo()
+    monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1 << 20)
+    with pytest.raises(RunError, match="of memory in float32"):
+        specgen.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama.block_count": "three"}, "llama.block_count of 'three', which has to be a whole number"),
+        ({"llama.block_count": 4}, "lacks 9 of its tensors"),
+        ({"llama.block_count": 2}, "9 tensors that its config.json does not describe"),
+        ({"llama.attention.head_count": 3}, "num_key_value_heads = 2"),
+        ({"llama.expert_count": 8}, "a mixture of experts"),
+        ({"llama.rope.dimension_count": 32}, "rotates a part of each head"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_norm_eps = 0.0"),
+    ],
+)
+def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", **changes)
+    with pytest.raises(SpecgenError) as raised:
+        specgen.load(str(path), backend="native")
+    assert words in str(raised.value)
+
+
+def test_factors_of_the_rotary_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
+    assert read_config(path, "the model")["rope_parameters"] == {
+        "rope_theta": 500_000.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def test_a_part_of_a_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", "Q4_K")
+    files = model_files(path, "the model", torch.device("cpu"))
+    name = "layers.1.self_attn.q_proj.weight"
+    whole = files.take(name)
+    assert files.shape(name) == tuple(whole.shape)
+    parts = [range(3, 9), range(70, 75)]
+    assert torch.equal(files.take_part(name, 0, parts), torch.cat([whole[3:9], whole[70:75]]))
+    assert torch.equal(files.take_part(name, 1, parts), torch.cat([whole[:, 3:9], whole[:, 70:75]], dim=1))
+
+
+def test_a_gguf_draft_is_not_trained(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("some text " * 200, encoding="utf-8")
+    options = f"tune --train -t {path} -d {path} --methods sd --corpus {corpus} --steps 1 --out {tmp_path / 'out'}"
+    code, out, err = run_main(monkeypatch, capfd, *options.split())
+    assert (code, out) == (2, "")
+    assert "cannot be trained: it is a GGUF file" in err

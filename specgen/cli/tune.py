@@ -256,6 +256,9 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
     def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
         return str(model.folder) if engine == "transformers" and model.prepared.source.label else model.name
 
+    def file_of(model: LoadedModel) -> str | None:
+        return str(model.folder) if model.folder.is_file() else None
+
     found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
     heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
@@ -268,6 +271,7 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
         heads,
         tokenizers_differ=differ,
         draft_dtype=profile.draft_dtype,
+        gguf=(file_of(pair.target), None if pair.draft is None else file_of(pair.draft)),
     )
     print_result(text)
     for note in notes if not quiet else ():

@@ -129,6 +129,9 @@ class DraftObjective(Objective):
         if quantised is not None:
             problem = f"the draft {draft.name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}"
             raise SpecgenError(problem, "Train the checkpoint that it was made from; drafts are quantised after training")
+        if draft.folder.is_file():
+            problem = f"the draft {draft.name} cannot be trained: it is a GGUF file"
+            raise SpecgenError(problem, "Train the safetensors model that it was made from, and convert that")
         if draft.refusal is not None:
             raise draft.refusal
         if task.out.resolve() in (draft.folder.resolve(), target.folder.resolve()):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from specgen.pair.profile import Tuned
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
+_TARGET = "TARGET.gguf"  # where there is no GGUF file
+_READING_GGUF = "llama.cpp", "lmstudio"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
 # Notes for the user by engine and method: what the exported options do not say. Names in braces stand for the value of a
 # setting, the `head`'s folder or the `target`'s name.
@@ -27,10 +29,9 @@ NOTES: Mapping[str, Mapping[str, str]] = {
     "vllm": {"suffix": "vLLM needs the package arctic-inference for suffix decoding"},
     "sglang": {"lookup": "SGLang's n-gram search has settings of its own: ngram {ngram} is left out"},
     "llama.cpp": {
-        "sd": _CONVERT,
-        "confidence": _CONVERT + ". A token under p-min is dropped where specgen keeps it: drafts are one token shorter",
-        "lookup": _CONVERT + ". Exactly {ngram} tokens are looked for, where specgen goes on to fewer",
-        "eagle": _CONVERT + ". The head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
+        "confidence": "a token under p-min is dropped where specgen keeps it: drafts are one token shorter",
+        "lookup": "exactly {ngram} tokens are looked for, where specgen goes on to fewer",
+        "eagle": "the head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
     },
 }
 
@@ -45,7 +46,7 @@ class ExportedHead(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
     """The method to export, all its settings, and the models' names. `draft` and `head` are None if the method does not run
-    one."""
+    one. `target_gguf` and `draft_gguf` are the models' GGUF files; None: they have none."""
 
     name: str
     settings: Mapping[str, Value]
@@ -53,6 +54,8 @@ class ExportedMethod:
     draft: str | None
     head: ExportedHead | None
     tokenizers_differ: bool = False
+    target_gguf: str | None = None
+    draft_gguf: str | None = None
 
     @property
     def tuned_length(self) -> int | None:
@@ -83,6 +86,7 @@ def export(
     *,
     tokenizers_differ: bool = False,
     draft_dtype: str | None = None,
+    gguf: tuple[str | None, str | None] = (None, None),
 ) -> tuple[str, list[str]]:
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine supports.
 
@@ -90,22 +94,30 @@ def export(
     or the engine supports none of the methods, these are the options for plain decoding, and a note says so.
     If another method is chosen that the engine does not support, a note says this. `target` and `draft` are the models'
     names (None: no draft model), `heads` are the trained heads by method. With `tokenizers_differ` and with `draft_dtype` (what
-    the draft's weights were rounded to, None if they were not) a note says what this means for the engine.
+    the draft's weights were rounded to, None if they were not) a note says what this means for the engine. `gguf` are the GGUF
+    files of the target and the draft model.
     """
     known = methods_of(engine)
     write, write_plain, head_kinds = ENGINES[engine]
     fitting = {name: head for name, head in (heads or {}).items() if head.kind in head_kinds}
     usable = [name for name in tuned if name in known and (name in fitting or not methods.find(name).head)]
+    reads_gguf = engine in _READING_GGUF
+    plain = write_plain(gguf[0] or _TARGET if engine == "llama.cpp" else target)
+    replaced = [] if reads_gguf or gguf == (None, None) else [f"{engine} needs the safetensors models in place of GGUF files"]
     if not usable:
-        return write_plain(target), [f"{engine} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"]
+        return plain, [*replaced, f"{engine} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"]
     best = max(usable, key=lambda name: tuned[name].measured or tuned[name].predicted)
     if chosen == methods.PLAIN.name:
         note = f"plain decoding is the fastest here, so {engine} decodes plainly; the best of what it has is {best}"
-        return write_plain(target), [note]
+        return plain, [*replaced, note]
     row = methods.find(best)
     settings = methods.resolve(row, tuned[best].settings)
-    method = ExportedMethod(best, settings.values, target, draft, fitting.get(best), tokenizers_differ)
+    method = ExportedMethod(best, settings.values, target, draft, fitting.get(best), tokenizers_differ, *gguf)
     notes = _lost(engine, method, settings.policy)
+    notes += replaced
+    needed = [method.target_gguf, method.draft_gguf if row.uses_draft_model else ""]
+    if engine == "llama.cpp" and None in needed:
+        notes.insert(0, _CONVERT)
     if row.uses_draft_model and tokenizers_differ and engine != "transformers":
         notes.append("the draft model's tokenizer is not the target's: the engine may refuse it")
     if row.uses_draft_model and draft_dtype is not None:
@@ -221,7 +233,8 @@ def _tensorrt_llm(method: ExportedMethod) -> str:
 
 
 def _llama_cpp(method: ExportedMethod) -> str:
-    command, longest = "llama-server -m TARGET.gguf", f"--spec-draft-n-max {method.length}"
+    command = f"llama-server -m {quote(method.target_gguf or _TARGET)}"
+    longest = f"--spec-draft-n-max {method.length}"
     if method.name == "lookup":
         size = int(method.settings["ngram"])
         length = max(size, method.length)  # drafts shorter than the n-gram are dropped
@@ -229,7 +242,7 @@ def _llama_cpp(method: ExportedMethod) -> str:
     if method.head is not None:
         return f"{command} -md HEAD.gguf --spec-type draft-eagle3 {longest}"
     least = f"--spec-draft-n-min 0 --spec-draft-p-min {method.settings.get('threshold', 0.0):g}"
-    return f"{command} -md DRAFT.gguf --spec-type draft-simple {longest} {least}"
+    return f"{command} -md {quote(method.draft_gguf or 'DRAFT.gguf')} --spec-type draft-simple {longest} {least}"
 
 
 def _mlx(method: ExportedMethod) -> str:
@@ -269,7 +282,7 @@ ENGINES: Mapping[str, tuple[Callable[[ExportedMethod], str], Callable[[str], str
     "vllm": (_vllm, lambda target: f"vllm serve {quote(target)}", ("eagle", "eagle3")),
     "sglang": (_sglang, lambda target: f"sglang serve --model-path {quote(target)}", ("eagle", "eagle3")),
     "tensorrt-llm": (_tensorrt_llm, lambda target: f"trtllm-serve {quote(target)}", ("eagle3",)),
-    "llama.cpp": (_llama_cpp, lambda _: "llama-server -m TARGET.gguf", ("eagle3",)),
+    "llama.cpp": (_llama_cpp, lambda target: f"llama-server -m {quote(target)}", ("eagle3",)),
     "mlx": (_mlx, lambda target: f"mlx_lm.generate --model {quote(target)}", ()),
     "lmstudio": (_lmstudio, _lmstudio_plain, ()),
 }

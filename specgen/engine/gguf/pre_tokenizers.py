@@ -39,9 +39,12 @@ _BAILING = (
 )
 
 
+_TO_CHARACTERS: Step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a tokenizer splits text: `steps`, after which bytes become characters.
+    """How a tokenizer splits text: `steps`, after which bytes become characters unless one of them has done that.
 
     `ignores_merges`: a piece that is a token is not built from smaller ones. `composes`: the text is normalised first (NFC).
     `has_bos`: the beginning-of-text token is put in front where the file does not say.
@@ -52,6 +55,12 @@ class PreTokenizer:
     composes: bool = False
     has_bos: bool = False
 
+    @property
+    def all_steps(self) -> tuple[Step, ...]:
+        """The steps with the one that turns bytes into characters."""
+        is_done = any(step["type"] == "ByteLevel" for step in self.steps)
+        return self.steps if is_done else (*self.steps, _TO_CHARACTERS)
+
 
 def _split(*patterns: str) -> tuple[Step, ...]:
     """Returns steps that each cut out what matches a pattern."""
@@ -59,6 +68,9 @@ def _split(*patterns: str) -> tuple[Step, ...]:
 
 
 _DIGITS: Step = {"type": "Digits", "individual_digits": True}
+_PUNCTUATION_MARKS: Step = {"type": "Punctuation", "behavior": "Contiguous"}
+_BYTES_OF_WORDS: Step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_NUMBERS: Step = {"type": "Digits", "individual_digits": False}
 _CODE = PreTokenizer((_DIGITS, *_split(_GPT2)))
 _WORDS = PreTokenizer(_split(_GPT2))
 _OF_LLAMA3 = PreTokenizer(_split(_LLAMA3), ignores_merges=True, has_bos=True)
@@ -80,7 +92,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer(_split(_GPT2), composes=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _CODE),
     "command-r": PreTokenizer(_CODE.steps, composes=True),
-    "falcon": PreTokenizer(_split(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((_PUNCTUATION_MARKS, _BYTES_OF_WORDS, _NUMBERS, *_split("[0-9][0-9][0-9]"))),
     "tekken": PreTokenizer(_split(_TEKKEN), ignores_merges=True, has_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _OF_GPT4O),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _OF_DEEPSEEK3),

@@ -141,10 +141,9 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary, pre_tokenizer: PreT
     ids = vocabulary.ids
     pairs = [_pair(text) for text in metadata.list_of("tokenizer.ggml.merges", str)]
     merges = [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]
-    to_characters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": {"type": "NFC"} if pre_tokenizer.composes else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*pre_tokenizer.steps, to_characters]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizer.all_steps},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _model(ids, merges, ignore_merges=pre_tokenizer.ignores_merges),
     }
