@@ -134,8 +134,12 @@ def test_the_likeliest_methods_are_one_for_each_thing_that_drafts() -> None:
 
 
 def test_what_counts_as_far_behind() -> None:
-    """A target pass takes 1 s for one token and 0.5 s for each other one; one method was measured at 1.5 times plain decoding."""
-    found = Prospects(["mtad"], 1.5, 1.0, lambda tokens: 0.5 + 0.5 * tokens)
+    """A target pass takes 1 s for one token and 0.5 s for each other one; one method is expected at 1.5 times plain decoding."""
+    found = Prospects(["mtad"], 1.0, lambda tokens: 0.5 + 0.5 * tokens)
+    assert found.floor("lookahead") == pytest.approx(0.7), "plain decoding is known"
+    found.note("lookup", 1.5)
+    assert found.floor("sd") == 0, "its first settings are simulated"
+    found.note("sd", 0.5)
     small, large = ({"window": window, "ngram": 3, "guesses": 3} for window in (1, 15))
     assert (found.can_reach("lookahead", small), found.can_reach("lookahead", large)) == (True, False)
     assert found.floor("sd") == pytest.approx(0.7 * 1.5)

@@ -41,18 +41,16 @@ def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
 class Prospects:
     """What is known so far about how fast methods can be, as speedups over plain decoding.
 
-    `named` are the methods that the user named: their settings are compared only with others of the same method. `measured` is
-    the speedup of the fastest lossless method that was really run. `token_seconds` are those of plain decoding. `pass_seconds`
-    returns the seconds of a target pass over so many tokens.
+    `named` are the methods that the user named: their settings are compared only with others of the same method. `token_seconds`
+    are those of plain decoding. `pass_seconds` returns the seconds of a target pass over so many tokens. Expected speeds are only
+    compared with expected ones: where rounds took other times while they were timed than in real runs, all are wrong alike.
     """
 
-    def __init__(
-        self, named: Collection[str], measured: float, token_seconds: float, pass_seconds: Callable[[int], float]
-    ) -> None:
+    def __init__(self, named: Collection[str], token_seconds: float, pass_seconds: Callable[[int], float]) -> None:
         self._named = named
         self._token_seconds = token_seconds
         self._pass_seconds = pass_seconds
-        self._best = max(1.0, measured)
+        self._best = 1.0
         self._best_of: dict[str, float] = {}
         self._strikes = defaultdict[str, int](int)
 
@@ -75,9 +73,12 @@ class Prospects:
         return self._strikes[name] >= (STRIKES if METHODS[name].recorded else 1)
 
     def floor(self, name: str) -> float:
-        """Returns the speedup below which settings of the method are far behind. Plain decoding never is: all are compared with
-        it."""
-        if name == PLAIN:
+        """Returns the speedup below which settings of the method are far behind.
+
+        Plain decoding never is: all are compared with it. Nor are the first settings of a method whose drafts are chains: they
+        cost little, and who wants this method, or an engine that has no other, needs some.
+        """
+        if name == PLAIN or (METHODS[name].recorded and name not in self._best_of):
             return 0.0
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 

@@ -438,12 +438,10 @@ class Tuner:
         return sorted(candidates, key=lambda candidate: -candidate.predicted)
 
     def _prospects(self, simulator: Simulator) -> Prospects:
-        """Returns what the real runs so far and the costs of target passes say of the methods."""
+        """Returns what the costs of target passes say of the methods."""
         target = simulator.costs["echo"].verification_cost
         length = min(target.curves)
-        measured = max((each.speedup or 0.0 for each in self.tried if each.lossless), default=0.0)
-        named = self.request.names or ()
-        return Prospects(named, measured, target.at(1, length), lambda tokens: target.at(tokens, length))
+        return Prospects(self.request.names or (), target.at(1, length), lambda tokens: target.at(tokens, length))
 
     def _report(self, tried: Tried, noun: str, what: str) -> None:
         found = [each for candidates in tried.values() for each in candidates if each.name != PLAIN]
