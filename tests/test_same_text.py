@@ -122,7 +122,7 @@ def check(
     assert tokens_and_drafts(fresh(loaded), name, sampling, settings) == expected, "without what was stored"
 
 
-@pytest.mark.parametrize(("name", "settings"), cases())
+@pytest.mark.parametrize(("name", "settings"), list(cases()))
 def test_a_seed_gives_the_same_tokens_whatever_the_clock_says(
     loaded: Pair,
     weather: Weather,
