@@ -23,7 +23,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
 from specgen.base.types import Context
 from specgen.cli.app import app
-from specgen.compare.prompts import load_prompts
+from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, resolve
@@ -48,7 +48,7 @@ from specgen.tune.outcome import (
 )
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
 from specgen.tune.simulator import Simulator
-from specgen.tune.tuner import Tuner, best_lossy, one_of_each, outcome_of, tune
+from specgen.tune.tuner import Tuner, best_lossy, one_of_each, outcome_of, run_second_prompt, tune
 from specgen.view import theme
 from specgen.view.pair_report import show_tuning
 
@@ -250,6 +250,51 @@ def test_what_was_only_simulated_is_never_chosen() -> None:
     assert (one_prompt.verdict, one_prompt.chosen.name) == ("unconfirmed", "adaptive")
 
 
+def test_one_that_was_faster_on_one_prompt_leaves_the_result_open() -> None:
+    """The default was slower on two prompts, so it is known better. But the other may pay, and plain decoding is not chosen."""
+    default = Candidate("adaptive", {}, 90.0, 90.0, 0.9, 0.85, 0.95)
+    lookup = Candidate("lookup", {}, 150.0, 150.0, 1.5)
+    found = of(lookup, PLAIN, default)
+    assert (found.best, found.promising, found.verdict, found.chosen) == (default, lookup, "unconfirmed", default)
+    slow = of(replace(lookup, measured=95.0, speedup=0.95), PLAIN, default)
+    assert (slow.promising, slow.verdict, slow.chosen) == (None, "does not pay", PLAIN)
+    fast = of(lookup, PLAIN, replace(default, speedup=1.2, low=1.1))
+    assert (fast.promising, fast.verdict, fast.chosen.name) == (lookup, "pays", "adaptive")
+    simulated = of(replace(lookup, measured=None, speedup=None), PLAIN)
+    assert (simulated.verdict, simulated.chosen.name) == ("unconfirmed", "adaptive"), "only plain decoding ran"
+
+
+@pytest.mark.parametrize(
+    ("speedup", "time_for", "expected"),
+    [
+        (1.5, 2, {"adaptive": 2, "lookup": 2, "sd": 1}),
+        (1.5, 1, {"adaptive": 2, "lookup": 1, "sd": 1}),
+        (1.5, 0, {"adaptive": 1, "lookup": 1, "sd": 1}),
+        (0.9, 2, {"adaptive": 2, "lookup": 1, "sd": 1}),
+    ],
+)
+def test_the_likely_winner_runs_on_a_second_prompt_where_there_is_time(
+    speedup: float, time_for: int, expected: dict[str, int]
+) -> None:
+    """`time_for` is the number of methods that can still be run."""
+    runs = Mock()
+    speeds = {"ar": 1.0, "adaptive": 0.8, "lookup": speedup, "sd": 0.7}
+    ran = dict.fromkeys(("adaptive", "lookup", "sd"), 1)
+
+    def run(wanted: list[Candidate], prompts: list[Prompt], deadline: Deadline) -> None:
+        assert prompts == [TEXTS[1]]
+        if len(wanted) <= time_for:
+            for each in wanted:
+                ran[each.name] += 1
+
+    runs.run.side_effect = run
+    runs.measured.side_effect = lambda each: replace(each, speedup=speeds[each.name])
+    runs.prompts.side_effect = lambda each: list(range(ran[each.name]))
+    candidates = [Candidate(name, {}, 0.0) for name in speeds]
+    run_second_prompt(candidates, runs, TEXTS[1], Deadline.after(1.0))
+    assert ran == expected
+
+
 def test_which_candidate_of_a_method_stays() -> None:
     """The tuned settings, unless the default ones are the fastest that ran."""
     default, tuned = Candidate("svip", {}, 90.0, 90.0, 1.2, 1.1, 1.3), Candidate("svip", {"threshold": 0.3}, 130.0)
@@ -366,6 +411,8 @@ def test_tune_and_compare_take_different_examples() -> None:
         ([(1.1, 0.9, 1.3)], 0.0, "No clear gain here: 1.10× at best (95%: 0.90–1.30). So generate uses adaptive"),
         ([(0.9, 0.8, 0.95)], 0.0, "0.90× at best. So generate decodes plainly for this pair."),
         ([(1.2, 1.1, 1.3), (None, None, None)], 0.0, "sd: 1.90× expected"),
+        ([(0.9, 0.8, 0.95), (None, None, None)], 0.0, "Not confirmed by enough real runs: sd, 1.90× expected. Until then"),
+        ([(0.9, 0.8, 0.95), (1.5, None, None)], 0.0, "Not confirmed by enough real runs: sd, 1.50× on one prompt. Until then"),
     ],
 )
 def test_the_report_says_what_it_knows(speeds: list[Any], missing: float, said: str) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import product
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
@@ -162,14 +163,22 @@ def distance_from_defaults(name: str, settings: GivenSettings) -> int:
     return (policy != method.policy) + sum(own)
 
 
+class Evidence(IntEnum):
+    """What a candidate's speed rests on, from the weakest evidence to the strongest."""
+
+    SIMULATION = 0
+    ONE_PROMPT = 1
+    SEVERAL_PROMPTS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A method with settings and its speed in tokens per second.
 
     `predicted` is the speed expected from a simulation, `measured` the speed on the real models. `speedup` is measured against
     plain decoding on the same prompts, with the 95 % interval `low` to `high`. All but `predicted` are None if the method was not
-    run on the real models. `perplexity` is that of a lossy method's output under the target; if there are lossy methods, plain
-    decoding has one too. Otherwise it is None.
+    run on the real models; one prompt gives no interval (see `evidence`). `perplexity` is that of a lossy method's output under
+    the target; if there are lossy methods, plain decoding has one too. Otherwise it is None.
     """
 
     name: str
@@ -190,14 +199,35 @@ class Candidate:
         return written(self.name, self.settings)
 
     @property
-    def proven(self) -> tuple[bool, bool, float]:
-        """Orders candidates by what is known of them: those that really ran on several prompts come last, by the lower end of
-        their speedup's interval; before them those that ran on one, by their speedup, then those that were only simulated.
+    def evidence(self) -> Evidence:
+        """What the speed rests on: real runs on several prompts or on one, or else a simulation."""
+        if self.measured is None:
+            return Evidence.SIMULATION
+        return Evidence.ONE_PROMPT if self.low is None else Evidence.SEVERAL_PROMPTS
 
-        The lower end counts because a method that is fast on some prompts and slow on others is no safe choice for new ones.
+    @property
+    def rank(self) -> tuple[Evidence, float]:
+        """A sort key: the best candidate has the largest one.
+
+        Stronger evidence goes before speed. The speed of those that ran on several prompts is the lower end of their speedup's
+        interval: a method that is fast on some prompts and slow on others is no safe choice for new ones.
         """
-        speed = self.low or self.speedup or self.predicted
-        return self.measured is not None, self.low is not None, speed
+        speed = {
+            Evidence.SIMULATION: self.predicted,
+            Evidence.ONE_PROMPT: self.speedup,
+            Evidence.SEVERAL_PROMPTS: self.low,
+        }
+        return self.evidence, speed[self.evidence] or 0.0
+
+    @property
+    def is_proven_faster(self) -> bool:
+        """Whether it was faster than plain decoding on several prompts, by its speedup's whole interval."""
+        return self.evidence is Evidence.SEVERAL_PROMPTS and (self.low or 0.0) > 1
+
+    @property
+    def was_slower(self) -> bool:
+        """Whether it was slower than plain decoding on several prompts taken together."""
+        return self.evidence is Evidence.SEVERAL_PROMPTS and (self.speedup or 0.0) < 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +259,14 @@ class TuningOutcome:
     missing_seconds: float = 0.0
 
     @property
+    def _speculative(self) -> list[Candidate]:
+        """The methods that can be chosen, but for plain decoding."""
+        return [each for each in self.methods if each.name != PLAIN and each.lossless]
+
+    @property
     def best(self) -> Candidate:
-        """The fastest lossless method other than plain decoding, as far as it is known (`Candidate.proven`); plain decoding if
-        there is no such method."""
-        others = [method for method in self.methods if method.name != PLAIN and method.lossless]
-        return max(others, key=lambda method: method.proven, default=plain_of(self.methods))
+        """The best lossless method other than plain decoding (`Candidate.rank`); plain decoding if there is no such method."""
+        return max(self._speculative, key=lambda each: each.rank, default=plain_of(self.methods))
 
     @property
     def default(self) -> Candidate:
@@ -244,43 +277,53 @@ class TuningOutcome:
 
     @property
     def promising(self) -> Candidate | None:
-        """The method with the highest expected speed of those that were only simulated, if it is expected to be much faster than
-        all that were really run (`EXPECTED_GAIN`). None if there is no such method."""
-        simulated = [each for each in self.methods if each.name != PLAIN and each.lossless and each.speedup is None]
-        fastest = max(simulated, key=lambda each: each.predicted, default=None)
-        known = max(1.0, self.best.speedup or 0.0)
-        return fastest if fastest is not None and self.speedup_of(fastest) > EXPECTED_GAIN * known else None
+        """The fastest method that may well be faster than the best one, if more real runs confirm its speed. None if there is
+        none.
+
+        It ran on one prompt only and was faster there, or it was only simulated and is expected to be much faster
+        (`EXPECTED_GAIN`). The best one's speed counts as plain decoding's if that is higher, or if the best one was not run.
+        """
+        best = self.best
+        known = 1.0 if best.evidence is Evidence.SIMULATION else max(1.0, self.speedup_of(best))
+        needed = {
+            Evidence.SIMULATION: EXPECTED_GAIN * known,
+            Evidence.ONE_PROMPT: known,
+            Evidence.SEVERAL_PROMPTS: math.inf,
+        }
+        faster = [each for each in self._speculative if self.speedup_of(each) > needed[each.evidence]]
+        return max(faster, key=self.speedup_of, default=None)
 
     @property
     def verdict(self) -> TuningVerdict:
         """Whether the best speculative method is faster than plain decoding.
 
-        `pays`: the 95 % interval of its measured speedup is above 1. `unconfirmed`: one that was only simulated is expected to be
-        much faster, or the best one ran on too few prompts for an interval. `unclear`: its measured speedup is at least 1, but
-        the interval contains 1. `does not pay`: it is slower, or there is none. `no time`: nothing was run on the real models.
+        `no time`: nothing was run on the real models. `pays`: the 95 % interval of the best one's measured speedup is above 1.
+        `unconfirmed`: it is not, and another one may be faster (`promising`), or the best one ran on one prompt only. `unclear`:
+        its measured speedup is at least 1, but the interval contains 1. `does not pay`: it is slower, or there is none.
         """
         best = self.best
-        if all(each.measured is None for each in self.methods):
+        if all(each.evidence is Evidence.SIMULATION for each in self.methods):
             return "no time"
-        if best.name == PLAIN or best.speedup is None:
+        if best.name == PLAIN:
             return "does not pay"
-        if best.low is not None and best.low > 1:
+        if best.is_proven_faster:
             return "pays"
-        if self.promising is not None or best.low is None:
+        if self.promising is not None or best.evidence is Evidence.ONE_PROMPT:
             return "unconfirmed"
-        return "does not pay" if best.speedup < 1 else "unclear"
+        if best.evidence is Evidence.SIMULATION or best.was_slower:
+            return "does not pay"
+        return "unclear"
 
     @property
     def chosen(self) -> Candidate:
-        """The method to decode with: the best one that was measured to be faster than plain decoding, else the default.
+        """The method to decode with: the best one if it was proven to be faster than plain decoding, else the default.
 
-        Plain decoding takes the default's place only if it was faster on several prompts.
+        Plain decoding takes the default's place only if that was slower on several prompts, and if no other method may be faster.
         """
         if self.verdict == "pays":
             return self.best
-        default = self.default
-        is_slower = default.speedup is not None and default.speedup < 1 and default.low is not None
-        return plain_of(self.methods) if is_slower else default
+        is_settled = self.verdict != "unconfirmed"
+        return plain_of(self.methods) if is_settled and self.default.was_slower else self.default
 
     def speedup_of(self, method: Candidate) -> float:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""

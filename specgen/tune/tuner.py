@@ -62,6 +62,7 @@ from specgen.tune.round_timing import ReferenceOutput, measure_costs
 from specgen.tune.simulator import AbandonedError, Simulator
 
 if TYPE_CHECKING:
+    from specgen.compare.prompts import Prompt
     from specgen.pair.figures import Figures
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import Deadline, GivenSettings, Objective, TuningObserver, TuningRequest
@@ -202,9 +203,7 @@ class Tuner:
         self._runs.run(candidates[: found.methods], first, limit)
         if others:
             self._runs.run(self._not_behind(candidates[: found.methods], self._runs), others, limit)
-            default = candidates[1]
-            if len(self._runs.prompts(default)) == 1:  # too few to compare it with plain decoding
-                self._runs.run([default], others[:1], deadline)
+            run_second_prompt(candidates[: found.methods], self._runs, others[0], deadline)
         self.left_out |= {name: error.message for name, error in self._runs.failures.items() if name in names}
         measured = map(self._runs.measured, candidates[: found.methods])
         self.tried = [replace(each, predicted=each.measured) for each in measured if each.measured]
@@ -532,13 +531,27 @@ class Tuner:
         return (count + 1) * (MARGIN * self._speed.seconds(WARM_UP_TOKENS) + FEWEST_PROMPTS * runs.run_seconds)
 
 
+def run_second_prompt(candidates: Sequence[Candidate], runs: RealRuns, prompt: Prompt, deadline: Deadline) -> None:
+    """Runs the default method on a second prompt if it ran on one only, which is too few to compare it with plain decoding.
+
+    The fastest of the `candidates` so far runs on it too if it was faster than plain decoding and the time is enough for both.
+    """
+    default = [each for each in candidates if each.name == methods.DEFAULT_METHOD]
+    speeds = {each.written: runs.measured(each).speedup or 0.0 for each in candidates}
+    fastest = max(candidates, key=lambda each: METHODS[each.name].lossless * speeds[each.written])
+    is_fast = fastest not in default and speeds[fastest.written] > 1
+    for wanted in ([*default, fastest] if is_fast else default, default):
+        if any(len(runs.prompts(each)) == 1 for each in default):
+            runs.run(wanted, [prompt], deadline)
+
+
 def one_of_each(found: Sequence[Candidate]) -> list[Candidate]:
     """Returns one of the candidates of each method, by expected speed, fastest first.
 
     It is the first one of the method, or another one if that is the fastest lossless one of all that ran.
     """
     ran = [each for each in found if each.speedup is not None and each.lossless and each.name != PLAIN]
-    fastest = max(ran, key=lambda each: each.proven, default=None)
+    fastest = max(ran, key=lambda each: each.rank, default=None)
     first: dict[str, Candidate] = {}
     for each in found:
         if each is fastest or each.name not in first:

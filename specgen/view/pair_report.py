@@ -17,7 +17,7 @@ from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, known_settings
 from specgen.methods.method import MTP, Method
 from specgen.methods.pearl import ParallelCosts
-from specgen.tune.outcome import PLAIN, TuningOutcome
+from specgen.tune.outcome import PLAIN, Candidate, Evidence, TuningOutcome
 from specgen.view import theme
 from specgen.view.theme import labelled, table, wrapped
 
@@ -396,16 +396,16 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     found = f"{best.written}: {speedup} plain decoding{interval}"
     why = _reasons(outcome)
     promising = outcome.promising
-    expected = "" if promising is None else f"{promising.written}: {outcome.speedup_of(promising):.2f}× expected"
+    hope = "" if promising is None else f"{promising.written}: {_hope(outcome, promising)}"
     if outcome.verdict == "unconfirmed":
         if promising is None:
             headline = f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
             return headline, [("best found", found), *why]
-        gain = f"{outcome.speedup_of(promising):.2f}× expected with {promising.name}"
-        headline = f"Not confirmed by real runs: {gain}. Until then {use}."
-        return headline, [("best found", expected), ("best run", found), *why]
+        headline = f"Not confirmed by enough real runs: {promising.name}, {_hope(outcome, promising)}. Until then {use}."
+        ran = [] if best.evidence is Evidence.SIMULATION else [("best run", found)]
+        return headline, [("best found", hope), *ran, *why]
     if outcome.verdict == "pays":
-        more = [("not confirmed", expected)] if expected else []
+        more = [("not confirmed", hope)] if hope else []
         return f"Speculation pays here: {speedup} with {best.name}.", [("best", f"{found}, the same output"), *why, *more]
     if outcome.verdict == "unclear":
         headline = f"No clear gain here: {speedup} at best{interval}. So {use}."
@@ -415,6 +415,12 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
         draft = "a draft model: --draft MODEL, or a head: --head FOLDER"
     headline = f"Speculation does not pay here: {speedup} at best. So {use}."
     return headline, [("best found", found), *why, ("would help", draft)]
+
+
+def _hope(outcome: TuningOutcome, promising: Candidate) -> str:
+    """Returns the speedup of a method that too few real runs confirm, in words."""
+    known_from = "expected" if promising.evidence is Evidence.SIMULATION else "on one prompt"
+    return f"{outcome.speedup_of(promising):.2f}× {known_from}"
 
 
 def _use(outcome: TuningOutcome) -> str:
