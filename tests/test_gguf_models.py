@@ -19,6 +19,9 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import dtype_choice
+from specgen.engine.gguf import tensors
+from specgen.engine.gguf.blocks import GgufTensor, read_tensor
+from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.transformers import loading
 from specgen.engine.transformers.quiet import quiet_transformers
@@ -174,6 +177,96 @@ def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, An
     assert words in str(raised.value)
 
 
+def described(folder: Path, architecture: str, **changes: Any) -> dict[str, Any]:
+    """What is read of the metadata of a file without layers."""
+    own = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 128,
+        "feed_forward_length": 256,
+        "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        **changes,
+    }
+    metadata = {f"{architecture}.{key}": value for key, value in own.items()}
+    write_gguf(folder / "model.gguf", {"general.architecture": architecture, **metadata}, {"token_embd.weight": EMBEDDING})
+    return read_config(folder / "model.gguf", "the model")
+
+
+EMBEDDING = random_stored((4, 128), "F32", 0)
+CHANGING = {
+    "attention.sliding_window": 256,
+    "attention.scale": 0.5,
+    "attention.causal": False,
+    "attention.something_new": "text",
+    "expert_count": 4,
+    "logit_scale": 2.0,
+    "rope.scaling.attn_factor": 1.5,
+    "rope.scaling.yarn_attn_factor": 1.5,
+    "rope.dimension_count_swa": 32,
+    "rope.dimension_sections": [8, 12, 12, 0],
+}
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_metadata_that_is_unknown_and_may_change_the_output_is_refused(key: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecgenError) as raised:
+        described(tmp_path, "qwen3", **{key: CHANGING[key]})
+    assert f"the model has a qwen3.{key} of {CHANGING[key]!r} in its metadata, which is not supported" in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+def test_unknown_metadata_that_changes_nothing_is_accepted(tmp_path: Path) -> None:
+    neutral = {
+        "attention.causal": True,
+        "attention.key_length_swa": 64,
+        "attention.scale": 0.125,
+        "attention.sliding_window": 512,
+        "attention.sliding_window_pattern": [True, False],
+        "embedding_length_out": 128,
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "logit_scale": 1.0,
+        "pooling_type": 3,
+        "rope.dimension_count": 64,
+        "rope.scaling.attn_factor": 1.0,
+        "rope.scaling.finetuned": True,
+        "rope.scaling.original_context_length": 256,
+        "rope.scaling.type": "none",
+        "rope.scaling.yarn_attn_factor": 1.0,
+        "vocab_size": 4,
+    }
+    assert described(tmp_path, "qwen3", **neutral) == described(tmp_path, "qwen3")
+
+
+def test_rotary_settings_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """A factor without a type is linear; a type of none switches it off."""
+    linear = {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
+    assert described(tmp_path, "llama", **{"rope.scaling.factor": 4.0})["rope_parameters"] == linear
+    assert described(tmp_path, "llama", **{"rope.scale_linear": 4.0})["rope_parameters"] == linear
+    off = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}
+    assert described(tmp_path, "llama", **off)["rope_parameters"] == {"rope_theta": 10_000.0, "rope_type": "default"}
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 0.5}
+    with pytest.raises(SpecgenError, match="mixes its frequencies with YaRN"):
+        described(tmp_path, "llama", **yarn)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_a_file_of_16_bit_numbers_runs_in_them(family: str, kind: str, tmp_path: Path) -> None:
+    """Also with LFM2's convolutions, which are in float32."""
+    path = write_model(model_of(family), family, tmp_path / "model.gguf", kind)
+    assert read_config(path, "the model")["dtype"] == {"F16": "float16", "BF16": "bfloat16"}[kind]
+
+
+def test_equal_numbers_for_each_layer_are_one_number(tmp_path: Path) -> None:
+    counts = {"llama.attention.head_count": [4] * 3, "llama.attention.head_count_kv": [2] * 3}
+    module = model_of("llama")
+    path = write_model(module, "llama", tmp_path / "model.gguf", **counts)
+    with specgen.load(str(path), dtype="float32") as pair:
+        check_same_output(pair, module)
+
+
 def test_factors_of_the_rotary_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
     assert read_config(path, "the model")["rope_parameters"] == {
@@ -195,6 +288,29 @@ def test_a_part_of_a_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
     parts = [range(3, 9), range(70, 75)]
     assert torch.equal(files.take_part(name, 0, parts), torch.cat([whole[3:9], whole[70:75]]))
     assert torch.equal(files.take_part(name, 1, parts), torch.cat([whole[:, 3:9], whole[:, 70:75]], dim=1))
+
+
+def test_of_a_range_of_rows_only_these_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", "Q4_K")
+    stored = GgufTensors(path, "the model")
+    name = "model.layers.1.mlp.up_proj.weight"
+    whole = stored.get_tensor(name)
+    asked: list[range | None] = []
+
+    def recorded(tensor: GgufTensor, rows: range | None = None) -> torch.Tensor:
+        asked.append(rows)
+        return read_tensor(tensor, rows)
+
+    monkeypatch.setattr(tensors, "read_tensor", recorded)
+    part = stored.get_slice(name)
+    assert torch.equal(part[3:9], whole[3:9])
+    assert torch.equal(part[250:], whole[250:])
+    assert torch.equal(part[-4:-2, 5:7], whole[-4:-2, 5:7])
+    assert torch.equal(part[9:3], whole[9:3])
+    assert asked == [range(3, 9), range(250, 256), range(252, 254), range(9, 9)]
+    for index in (..., 4, slice(0, 9, 2), (..., slice(3))):
+        assert torch.equal(part[index], whole[index])
+    assert asked[4:] == [None] * 4
 
 
 def test_a_gguf_draft_is_not_trained(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

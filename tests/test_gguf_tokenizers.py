@@ -137,6 +137,16 @@ def test_pieces_are_joined_by_their_scores(kind: str, tmp_path: Path) -> None:
         assert tokenizer.decode(ids, True) == pipeline.decode(ids), text
 
 
+def test_a_token_so_long_that_its_pieces_take_minutes_is_refused(tmp_path: Path) -> None:
+    metadata = sentence_piece_metadata(metaspace("prepend"))
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
+    metadata["tokenizer.ggml.tokens"][last] = "a" * 2_000_000
+    with pytest.raises(SpecgenError, match="has a token of 2,000,000 characters, and at most 1,000 are supported"):
+        read(tmp_path, metadata)
+    metadata["tokenizer.ggml.tokens"][last] = "a" * 1000
+    read(tmp_path, metadata)
+
+
 def test_special_tokens_and_the_template_come_from_the_metadata(tmp_path: Path) -> None:
     named = {"bos": 1, "eos": 2, "padding": 3}
     ids = {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in named.items()}

@@ -7,8 +7,10 @@ model's, to `tensors`. A test has to write a file of it and compare the model wi
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,37 @@ _END_TEXTS = """
     """
 _ENDS = frozenset(_END_TEXTS.split())
 _HARMONY = frozenset({"<|return|>", "<|call|>"})  # in a vocabulary with these, <|end|> ends a message and not an answer
+# Metadata that is not read because it does not change what the model computes. What belongs to YaRN and to sliding windows is
+# read where there is one; experts' settings follow expert_count.
+_DESCRIPTIONS = frozenset(
+    """
+    vocab_size pooling_type tensor_data_layout attention.layer_norm_epsilon attention.sliding_window_pattern
+    rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    """.split()
+)
+_HEAD_SIZES = frozenset({"attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"})
+# Values with which a setting that is not read changes nothing.
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.shared_kv_layers": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scale_linear": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 0),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
 _CONTROL = 3  # the type of special tokens
 
 
@@ -74,7 +107,7 @@ def gguf_config(opened: GgufFile, name: str) -> Config:
     """Returns the model's configuration with the fields of a config.json; messages call the model `name`.
 
     Of an architecture that is not in `ARCHITECTURES`, only `model_type` and the ids of special tokens. Raises SpecgenError for
-    metadata that is missing or of a wrong type.
+    metadata that is missing or of a wrong type, and for values of the architecture that are unknown and may change the output.
     """
     metadata = Metadata(opened.metadata, name)
     architecture = ARCHITECTURES.get(metadata.architecture)
@@ -85,7 +118,9 @@ def gguf_config(opened: GgufFile, name: str) -> Config:
         raise metadata.refuse(f"lacks the tensor {EMBEDDING}")
     common = {"model_type": architecture.model_type, **_common(opened, metadata), **ids}
     reading = Reading(opened, metadata, common)
-    return {**common, **_rope(reading), **architecture.describe(reading)}
+    config = {**common, **_rope(reading), **architecture.describe(reading)}
+    metadata.refuse_unread(partial(_is_harmless, common))
+    return config
 
 
 def is_known(metadata: Metadata) -> bool:
@@ -96,8 +131,8 @@ def is_known(metadata: Metadata) -> bool:
 def _common(opened: GgufFile, metadata: Metadata) -> Config:
     """Returns the fields that all architectures have."""
     hidden = metadata.integer("{arch}.embedding_length")
-    heads = _per_layer(metadata, "{arch}.attention.head_count")
-    kv_heads = _per_layer(metadata, "{arch}.attention.head_count_kv", heads)
+    heads = metadata.per_layer("{arch}.attention.head_count")
+    kv_heads = metadata.per_layer("{arch}.attention.head_count_kv", heads)
     layers = metadata.integer("{arch}.block_count")
     if heads < 1 or not 1 <= layers <= _MOST_LAYERS:
         raise metadata.refuse(f"has {heads:,} heads and {layers:,} layers by its metadata")
@@ -106,7 +141,7 @@ def _common(opened: GgufFile, metadata: Metadata) -> Config:
         raise metadata.refuse("has heads of different sizes for keys and values, which is not supported")
     return {
         "hidden_size": hidden,
-        "intermediate_size": _per_layer(metadata, "{arch}.feed_forward_length"),
+        "intermediate_size": metadata.per_layer("{arch}.feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -119,22 +154,41 @@ def _common(opened: GgufFile, metadata: Metadata) -> Config:
     }
 
 
-def _per_layer(metadata: Metadata, key: str, default: int | None = None) -> int:
-    """Returns a number that may be a list with one number for each layer, of which those above 0 have to be the same."""
-    if not metadata.is_list(key):
-        return metadata.integer(key, default)
-    found = {number for number in metadata.list_of(key, int) if number > 0}
-    if len(found) != 1:
-        field = key.rpartition(".")[2]
-        raise metadata.refuse(f"has layers of several sizes ({field}), which is not supported")
-    return found.pop()
+def _is_harmless(common: Config, field: str, value: Any) -> bool:
+    """Whether a value that was not read does not change the output of a model with the fields `common`."""
+    head_size = common["head_dim"]
+    if field in _DESCRIPTIONS or (field.startswith("expert_") and field != "expert_count"):
+        return True
+    if field in _HEAD_SIZES:
+        return bool(value == head_size)
+    if field == "rope.scaling.type":  # not read where each frequency has a factor; rope.scaling.factor has to be neutral
+        return value in ("none", "linear")
+    if field == "embedding_length_out":
+        return bool(value == common["hidden_size"])
+    if not isinstance(value, int | float):
+        return False
+    if field == "attention.sliding_window":
+        return value == 0 or value >= common["max_position_embeddings"]
+    if field == "attention.scale":
+        return value == 0 or math.isclose(value, head_size**-0.5, rel_tol=1e-6)
+    return value in _NEUTRAL.get(field, ())
 
 
 def _dtype(opened: GgufFile) -> str:
-    """Returns the dtype of the matrices; float32 if any is quantised."""
-    dtypes = {TYPES[tensor.type].dtype or torch.float32 for tensor in opened.tensors.values() if len(tensor.shape) > 1}
-    found = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return str(found).removeprefix("torch.")
+    """Returns the dtype of most numbers in matrices; float32 if any matrix is quantised.
+
+    llama.cpp keeps some small ones in float32, such as LFM2's convolutions, in files of 16-bit numbers.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for tensor in opened.tensors.values():
+        dtype = TYPES[tensor.type].dtype
+        if len(tensor.shape) < 2:
+            continue
+        if dtype is None:
+            return "float32"
+        counts[dtype] += math.prod(tensor.shape)
+    [(most, _)] = counts.most_common(1)
+    return str(most).removeprefix("torch.")
 
 
 def _special_ids(metadata: Metadata) -> Config:
@@ -178,12 +232,11 @@ def rope_scaling(reading: Reading) -> Config:
     metadata = reading.metadata
     if reading.has(_ROPE_FACTORS):
         return _factors(reading, reading.values(_ROPE_FACTORS))
-    kind = metadata.text("{arch}.rope.scaling.type", "none")
-    if kind == "none" and "{arch}.rope.scale_linear" in metadata:  # of older files
-        return _linear(metadata.number("{arch}.rope.scale_linear"))
+    old = metadata.number("{arch}.rope.scale_linear", 1.0)  # its name in older files
+    factor = metadata.number("{arch}.rope.scaling.factor", old)
+    kind = metadata.text("{arch}.rope.scaling.type", "linear")
     if kind == "none":
         return {"rope_type": "default"}
-    factor = metadata.number("{arch}.rope.scaling.factor", 1.0)
     if kind == "linear":
         return _linear(factor)
     if kind == "yarn":
@@ -199,16 +252,14 @@ def _yarn(metadata: Metadata, factor: float) -> Config:
     found: Config = {"rope_type": "yarn", "factor": float(factor)}
     keys = {
         "original_max_position_embeddings": ("original_context_length", metadata.integer),
-        "attention_factor": ("attn_factor", metadata.number),
         "beta_fast": ("yarn_beta_fast", metadata.number),
         "beta_slow": ("yarn_beta_slow", metadata.number),
     }
     for field, (key, read) in keys.items():
         if f"{{arch}}.rope.scaling.{key}" in metadata:
             found[field] = read(f"{{arch}}.rope.scaling.{key}")
-    if "{arch}.rope.scaling.yarn_log_multiplier" in metadata or found.get("attention_factor", 1.0) != 1.0:
-        raise metadata.refuse("scales its attention with YaRN in a way that is not supported")
-    found.pop("attention_factor", None)
+    if metadata.number("{arch}.rope.scaling.yarn_ext_factor", 1.0) not in (-1, 1):  # -1 stands for the default
+        raise metadata.refuse("mixes its frequencies with YaRN in a way that is not supported")
     return found
 
 

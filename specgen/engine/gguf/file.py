@@ -65,7 +65,8 @@ def open_gguf(path: Path, name: str) -> GgufFile:
     """Returns what the header of a GGUF file says, or the headers of all parts of a split one.
 
     `path` is any of the parts. `name` is what messages call the model. Headers are kept for the
-    next call, as long as the files do not change. Raises SpecgenError for a file that is damaged,
+    next call, for the last two models and as long as the
+    files do not change. Raises SpecgenError for a file that is damaged,
     cannot be read or has tensors of a type that is not read, and for missing parts.
     """
     header = _header(path, name)
@@ -79,6 +80,9 @@ def open_gguf(path: Path, name: str) -> GgufFile:
 def _header(path: Path, name: str) -> Header:
     try:
         state = path.stat()
+        part = PART.fullmatch(path.name)
+        if part is not None and int(part["number"]) > 1:
+            return read_header(path)
         return _kept_header(path, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
     except UnreadTypeError as error:
         hint = f"Take a file with Q4_K_M, Q6_K or Q8_0 in its name; read are {READ_TYPES}"
@@ -91,7 +95,9 @@ def _header(path: Path, name: str) -> Header:
         raise SpecgenError(problem, "Check the file") from error
 
 
-@lru_cache(maxsize=16)  # reading a large vocabulary takes a few tenths of a second
+# A large vocabulary takes a few tenths of a second to read, and much memory to keep: those of a target and a draft are kept. The
+# later parts of a split file have none.
+@lru_cache(maxsize=2)
 def _kept_header(path: Path, state: tuple[int, ...]) -> Header:
     return read_header(path)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,12 +19,14 @@ class Metadata:
     """The metadata of a GGUF file. `name` is what messages call the model.
 
     The methods take a key, in which `{arch}` stands for the name of the model's architecture, and a value for a key that is
-    absent; without one, the key has to be there. They raise SpecgenError for a value of another type.
+    absent; without one, the key has to be there. They raise SpecgenError for a value of another type. Every key that was asked
+    for counts as read.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
         self._values = values
         self._name = name
+        self._read: set[str] = set()
         self.architecture = self.text("general.architecture")
 
     def __contains__(self, key: str) -> bool:
@@ -64,6 +66,30 @@ class Metadata:
         """Whether the key is there and its value is a list."""
         return isinstance(self._values.get(self._key(key)), list)
 
+    def per_layer(self, key: str, default: int | None = None) -> int:
+        """Returns a number that may be a list with one number for each layer, of which those above 0 have to be the same."""
+        if not self.is_list(key):
+            return self.integer(key, default)
+        found = {number for number in self.list_of(key, int) if number > 0}
+        if len(found) != 1:
+            field = key.rpartition(".")[2]
+            raise self.refuse(f"has layers of several sizes ({field}), which is not supported")
+        return found.pop()
+
+    def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
+        """Raises SpecgenError for the first value of the architecture that was not read.
+
+        Values are accepted if they are empty, or if `is_harmless`, which gets a key without the architecture and its value, says
+        that they do not change the output.
+        """
+        prefix = f"{self.architecture}."
+        for key, value in self._values.items():
+            if not key.startswith(prefix) or key in self._read or value in ("", []):
+                continue
+            if not is_harmless(key.removeprefix(prefix), value):
+                problem = f"has a {key} of {_shown(value)} in its metadata, which is not supported"
+                raise self.refuse(problem, "Take a safetensors model, or another GGUF file of this one")
+
     def refuse(self, problem: str, hint: str = _HINT) -> SpecgenError:
         """Returns the error to raise for this file; `problem` follows the model's name."""
         return SpecgenError(f"{self._name} {problem}", hint)
@@ -81,8 +107,14 @@ class Metadata:
         return value
 
     def _wrong(self, key: str, expected: str) -> SpecgenError:
-        shown = one_line(repr(self._values.get(self._key(key))))[:40]
+        shown = _shown(self._values.get(self._key(key)))
         return self.refuse(f"has a {self._key(key)} of {shown}, which has to be {expected}")
 
     def _key(self, key: str) -> str:
-        return key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        full = key.replace("{arch}", self.architecture) if "{arch}" in key else key
+        self._read.add(full)
+        return full
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value))[:40]

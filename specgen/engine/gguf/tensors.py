@@ -118,9 +118,21 @@ class GgufSlice:
         return list(self._stored.shape)
 
     def __getitem__(self, part: Any) -> torch.Tensor:
-        """Returns a part of the tensor, by what indexes a torch tensor."""
-        whole = self._stored.read()
-        return whole[part].clone()
+        """Returns a part of the tensor, by what indexes a torch tensor.
+
+        Of a range of rows only these are read, unless the tensor is stored otherwise than the model has it; else the whole tensor.
+        """
+        if part is ...:
+            return self._stored.read()
+        index = part if isinstance(part, tuple) else (part,)
+        if self._stored.change is not None or not index or not isinstance(index[0], slice):
+            return self._stored.read()[part].clone()
+        rows = range(self._stored.shape[0])[index[0]]
+        if rows.step != 1:
+            return self._stored.read()[part].clone()
+        found = read_tensor(self._stored.tensor, range(rows.start, max(rows.start, rows.stop)))
+        rest = index[1:]
+        return found[(slice(None), *rest)].clone() if rest else found
 
 
 def _by_model_name(opened: GgufFile, metadata: Metadata) -> dict[str, _Stored]:
@@ -151,7 +163,7 @@ def _stored(tensor: GgufTensor, name: str, metadata: Metadata) -> _Stored:
     architecture, shape = metadata.architecture, tensor.shape
     if architecture in _PERMUTED and (found := re.search(r"\.(q|k)_proj\.(weight|bias)$", name)):
         key = "{arch}.attention.head_count" if found[1] == "q" else "{arch}.attention.head_count_kv"
-        heads = metadata.integer(key, metadata.integer("{arch}.attention.head_count"))
+        heads = metadata.per_layer(key, metadata.per_layer("{arch}.attention.head_count"))
         return _Stored(tensor, shape, partial(_in_halves, heads=heads))
     if architecture in _SHIFTED_NORMS and name.endswith("norm.weight"):
         return _Stored(tensor, shape, _less_one)

@@ -24,6 +24,7 @@ _PADDING = re.compile(r"\[PAD\d+\]")  # fills a vocabulary up to the size of the
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 # Architectures whose scores of pieces do not tell the order in which they are joined; their ids do.
 _JOINED_BY_ID = {"gemma", "gemma2", "gemma3"}
+_LONGEST_PIECE = 1000  # of characters; those that SentencePiece learns have 16 by default
 _STRIPPING = {"phi3"}  # architectures whose special tokens take the spaces and line ends after them
 _NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
@@ -180,7 +181,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: _Vocabulary, special: Mappin
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(ids, _merges(ids, _ranks(metadata, vocabulary)), **unknown, ignore_merges=False),
+        "model": _model(ids, _merges(metadata, ids, _ranks(metadata, vocabulary)), **unknown, ignore_merges=False),
     }
 
 
@@ -199,9 +200,15 @@ def _ranks(metadata: Metadata, vocabulary: _Vocabulary) -> Sequence[float]:
     return scores
 
 
-def _merges(ids: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns the pairs of tokens whose texts together are a token, those that are joined first at the front."""
+def _merges(metadata: Metadata, ids: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens whose texts together are a token, those that are joined first at the front.
+
+    Raises SpecgenError for longer tokens than models have: the work grows with the square of their length.
+    """
     found = []
+    longest = max(map(len, ids), default=0)
+    if longest > _LONGEST_PIECE:
+        raise metadata.refuse(f"has a token of {longest:,} characters, and at most {_LONGEST_PIECE:,} are supported")
     for text, id_ in ids.items():
         for middle in range(1, len(text)):
             left, right = ids.get(text[:middle]), ids.get(text[middle:])

@@ -154,7 +154,8 @@ def load_module(
         if "config" in source:
             loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
             tensors = GgufTensors(prepared.folder, name)
-            source["state_dict"] = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118
+            # read one after the other, as the slices of a safetensors file are
+            source["state_dict"] = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
         model, report = loader.from_pretrained(
             **source,
             dtype=dtype,
