@@ -34,12 +34,11 @@ _ENDS = frozenset(_END_TEXTS.split())
 _HARMONY = frozenset({"<|return|>", "<|call|>"})  # in a vocabulary with these, <|end|> ends a message and not an answer
 # Metadata that is not read because it does not change what the model computes. What belongs to YaRN and to sliding windows is
 # read where there is one; experts' settings follow expert_count.
-_DESCRIPTIONS = frozenset(
-    """
+_DESCRIPTION_KEYS = """
     vocab_size pooling_type tensor_data_layout attention.layer_norm_epsilon attention.sliding_window_pattern
     rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-    """.split()
-)
+    """
+_DESCRIPTIONS = frozenset(_DESCRIPTION_KEYS.split())
 _HEAD_SIZES = frozenset({"attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"})
 # Values with which a setting that is not read changes nothing.
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {

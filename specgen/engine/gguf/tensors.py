@@ -120,7 +120,8 @@ class GgufSlice:
     def __getitem__(self, part: Any) -> torch.Tensor:
         """Returns a part of the tensor, by what indexes a torch tensor.
 
-        Of a range of rows only these are read, unless the tensor is stored otherwise than the model has it; else the whole tensor.
+        Of a range of rows only these are read, unless the tensor is stored otherwise than the model has it. For any other part
+        the whole tensor is read.
         """
         if part is ...:
             return self._stored.read()
