@@ -300,7 +300,7 @@ def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatc
     assert code == 0
     assert re.search(r"^sd +sampled ", out, flags=re.MULTILINE)
     assert "outputs are not compared" in out
-    row = next(row for row in csv.DictReader((tmp_path / "f.csv").open()) if row["method"] == "sd")
+    row = next(row for row in csv.DictReader((tmp_path / "f.csv").read_text("utf-8").splitlines()) if row["method"] == "sd")
     assert (row["identical"], row["tied"], row["diverged"]) == ("", "", "")
     lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
