@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def searched(place: Path) -> Search:
-    return search(prepare(ModelSource(str(place / "big")), lambda _: None))
+    devices = [torch.device("cpu")] * 2
+    dtypes = "float32", None
+    return search(prepare(ModelSource(str(place / "big")), lambda _: None), devices, dtypes)
 
 
 def names(place: Path) -> list[str]:
@@ -61,8 +63,8 @@ def random_model(folder: Path) -> Path:
 
 
 def generated(place: Path, *options: str) -> Any:
-    arguments = ["generate", "-t", str(place / "big"), "-n", "6", "def f(", *options]
-    return CliRunner().invoke(app, [*arguments, "--device", "cpu", "--dtype", "float32"])
+    arguments = ["generate", "-t", str(place / "big"), "-n", "6", "def f("]
+    return CliRunner().invoke(app, [*arguments, "--device", "cpu", "--dtype", "float32", *options])
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -79,7 +81,7 @@ def test_a_second_search_opens_no_file_of_what_was_found(place: Path, monkeypatc
     assert searched(place).found == first
     assert [each.name for each in first] == [str(place / "small")]
     monkeypatch.chdir(place)
-    by_name = search(prepare(ModelSource("big"), lambda _: None)).found
+    by_name = searched(Path()).found
     assert [(each.name, each.folder) for each in by_name] == [("small", place / "small")]
 
 
@@ -122,6 +124,26 @@ def test_a_start_reads_the_weights_for_fingerprints_once(place: Path, monkeypatc
     assert digests.call_count == 1
     shutil.copy(place / "small" / "model.safetensors", place / "big" / "model.safetensors")
     assert weights.weights_fingerprint(place / "big") != first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--backend", "transformers"), ("--dtype", "bfloat16"), ("--repetition-penalty", "1.3")],
+)
+def test_what_one_way_to_run_the_models_showed_is_not_taken_for_another(
+    place: Path, options: Sequence[str]
+) -> None:
+    assert "tokens accepted in a short trial" in generated(place).stderr
+    learned = searched(place).found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "with_found", raising(SpecgenError("not in this way", "")))
+        ended = generated(place, *options)
+    assert ended.exit_code == 0
+    assert f"left out {place / 'small'}: not in this way" in ended.stderr
+
+    assert searched(place).found == learned
+    assert "left out" not in generated(place).stderr
+    assert "left out" in generated(place, *options).stderr
 
 
 # what is searched

@@ -6,6 +6,7 @@ What it finds is remembered (`found_cache`), so that a later search of the same 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,10 +85,12 @@ class Search:
     """What was looked at for a target, and what can draft for it.
 
     `folders` has what was looked at by name, and `state` changes with the files there. `judged` is what these files showed, with
-    what was refused, best first; `own` are parts that belong to the target.
+    what was refused, best first; `own` are parts that belong to the target. `conditions` say how the models are run: what running
+    them shows is remembered for these alone.
     """
 
     target: Path
+    conditions: str
     folders: Mapping[str, Path]
     state: str
     own: Sequence[Found]
@@ -112,11 +115,19 @@ class Search:
         """Stores what the files showed, for later searches of the same files."""
         lasting = [replace(each, refusal=None, may_pass=False) if each.may_pass else each for each in self.judged]
         facts = [asdict(each) | {"name": None, "folder": str(each.folder)} for each in lasting]
-        keep_search(self.target, self.state, facts)
+        keep_search(self.target, self.conditions, self.state, facts)
 
 
-def search(target: PreparedModel) -> Search:
-    """Looks for what can draft for the target. Something that cannot be read is not found, and never an error."""
+def search(
+    target: PreparedModel,
+    devices: Sequence[torch.device] = (),
+    dtypes: Sequence[str | None] = (),
+) -> Search:
+    """Looks for what can draft for the target. Something that cannot be read is not found, and never an error.
+
+    `devices` are the target's and the draft's, `dtypes` the values of --dtype and --draft-dtype. Whether a model works, and how
+    much of it is accepted, was perhaps learned earlier in a run on such devices with these dtypes.
+    """
     store = PartStore(unloaded(target))
     own = []
     size = bytes_of_weights(target.folder)
@@ -126,20 +137,27 @@ def search(target: PreparedModel) -> Search:
 
     folders = dict(_places(target))
     state = search_state([target.folder.resolve(), *folders.values()])
-    kept = read_search(target.folder, state)
+    conditions = _conditions(target.source, devices, dtypes)
+    kept = read_search(target.folder, conditions, state)
     if kept is not None:
-        return Search(target.folder, folders, state, own, _restored(kept, folders))
+        return Search(target.folder, conditions, folders, state, own, _restored(kept, folders))
 
     tokens = len(target.tokenizer.vocabulary()) if folders else 0
     judged = [_judged(name, folder, target, (size, tokens)) for name, folder in folders.items()]
-    made = Search(target.folder, folders, state, own, _ordered([each for each in judged if each is not None]))
+    made = Search(target.folder, conditions, folders, state, own, _ordered([each for each in judged if each is not None]))
     made.keep()
     return made
 
 
-def find_drafters(target: PreparedModel) -> list[Found]:
-    """Returns what can draft for the target: parts that belong to it first, then by expected speedup."""
-    return search(target).found
+def _conditions(
+    source: ModelSource,
+    devices: Sequence[torch.device],
+    dtypes: Sequence[str | None],
+) -> str:
+    """Returns, as text, that on which it depends whether models can be loaded, and what the target accepts."""
+    options = source.backend, source.trust_remote_code, source.exact
+    limits = source.context, source.repetition_penalty
+    return json.dumps([*options, *limits, [device.type for device in devices], list(dtypes)])
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:

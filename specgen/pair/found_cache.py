@@ -1,5 +1,6 @@
 """Remembers what was found to draft for a target, in the user's cache folder, for as long as the files that were looked at stay
-as they are: a later search only lists folders. The files here may be deleted at any time.
+as they are: a later search only lists folders. Each way to run the target has its own memory. The files here may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -26,23 +27,35 @@ def search_state(places: Sequence[Path]) -> str:
     return sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def read_search(target: Path, state: str) -> list[dict[str, Any]] | None:
-    """Returns what `keep_search` was last given for the target's folder, None if it had another state or cannot be read."""
+def read_search(target: Path, conditions: str, state: str) -> list[dict[str, Any]] | None:
+    """Returns what `keep_search` was last given for the target's folder and these conditions.
+
+    None if it had another state or cannot be read.
+    """
     with suppress(OSError, ValueError, TypeError, KeyError):
-        kept = json.loads(_file(target).read_text("utf-8"))
+        kept = json.loads(_file(target, conditions).read_text("utf-8"))
         if kept["state"] == state:
             return [dict(each) for each in kept["found"]]
     return None
 
 
-def keep_search(target: Path, state: str, found: Sequence[Mapping[str, Any]]) -> None:
-    """Stores the result of a search for the target in this folder. Does nothing where the file cannot be written."""
+def keep_search(
+    target: Path,
+    conditions: str,
+    state: str,
+    found: Sequence[Mapping[str, Any]],
+) -> None:
+    """Stores the result of a search for the target in this folder, and what runs showed since.
+
+    `conditions` say how the models were run. Does nothing where the file cannot be written.
+    """
     with suppress(OSError, ValueError):
-        write_whole(_file(target), json.dumps({"state": state, "found": list(found)}, indent=1))
+        write_whole(_file(target, conditions), json.dumps({"state": state, "found": list(found)}, indent=1))
 
 
-def _file(target: Path) -> Path:
-    name = sha256(os.path.realpath(target).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+def _file(target: Path, conditions: str) -> Path:
+    key = json.dumps([os.path.realpath(target), conditions])
+    name = sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
     return cache_folder() / "drafters" / f"{name}.json"
 
 

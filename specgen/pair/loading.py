@@ -226,7 +226,7 @@ def _load(
     if not find:
         return pair
     announce(f"looking for what can draft for {target.name}")
-    pair.searched = search(target)
+    pair.searched = search(target, devices, dtypes)
     heads = [each for each in pair.found if each.kind in HEADS]
     pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
     return _with_model(pair, find, dtypes, devices[1], process, announce)
