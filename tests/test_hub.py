@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 from families import make_model, make_tokenizer, plain, save
 from processes import Ended, one_by_one
+from safetensors.torch import load_file, save_file
 from tuning_helpers import COSTS, GREEDY, TEXTS
 from typer.testing import CliRunner
 
@@ -32,7 +33,7 @@ from specgen.cli.opening import choose_found, with_tuned_draft
 from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
 from specgen.engine.model_loading import ModelSource, prepare
-from specgen.pair.finding import find_drafters, hint
+from specgen.pair.finding import hint, search
 from specgen.pair.profile import default_folder, profile_key_of
 from specgen.pair.profile import save as save_profile
 from specgen.tune import tuner
@@ -186,7 +187,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_can_draft_is_found_beside_the_model_and_in_the_cache(place: Path) -> None:
-    small, head = find_drafters(prepare(ModelSource(str(place / "big")), lambda _: None))
+    small, head = search(prepare(ModelSource(str(place / "big")), lambda _: None)).found
     assert (small.kind, small.name, small.why) == ("draft model", str(place / "small"), "the same tokenizer, 9% of the size")
     assert (head.kind, head.name, head.why) == ("eagle", "org/head", "its sizes fit this model")
     assert small.speedup > head.speedup > 1
@@ -208,6 +209,30 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
     said = "(eagle 20, adaptive 10 tokens/s in a short trial); -d none drafts without it"
     assert first == f"found org/head: its sizes fit this model {said}"
     assert re.fullmatch(rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*", second)
+
+
+def test_a_head_that_was_trained_again_is_tried_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+
+    def kept(kind: str, key: Sequence[str], *_: object) -> dict[str, float]:
+        keys.append(tuple(key))
+        return {"adaptive": 10.0}
+
+    folder = next((place.parent / "hub").glob("**/config.json")).parent
+    with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair:
+        assert folder in [each.folder for each in pair.found]
+        monkeypatch.setattr(pair.measurements, "get", kept)
+        for _ in range(2):
+            choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=True)
+        weights = load_file(folder / "model.safetensors")
+        save_file({name: weight + 1 for name, weight in weights.items()}, folder / "model.safetensors")
+        choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=True)
+
+    first, again, trained = keys
+    assert first == again
+    assert trained != first
 
 
 def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then_on(

@@ -274,9 +274,18 @@ def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str
                 scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
         return Sample(speeds, TRIAL_ROUNDS - 2, scatter)
 
-    key = tuple(f"{each.kind} {each.folder}" for each in pair.found)
+    key = tuple(f"{each.kind} {each.folder} {_weights(each.folder)}" for each in pair.found)
     speeds = pair.measurements.get("drafters", key, measure, dict)
     return dict(sorted(speeds.items(), key=lambda each: -each[1])) or {methods.DEFAULT_METHOD: 0.0}
+
+
+def _weights(folder: Path) -> str:
+    """Returns a fingerprint of the weights in the folder; nothing where they cannot be read."""
+    from specgen.engine.weights import weights_fingerprint
+
+    with suppress(SpecgenError):
+        return weights_fingerprint(folder)
+    return ""
 
 
 def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:
