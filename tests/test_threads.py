@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from specgen.base.types import SamplingParams
+from specgen.decoding.run import Turns
 from specgen.pair.pair import Pair
 
 PROMPTS = ([5, 9, 7, 3], [8, 6, 6, 1], [4, 4, 4])
@@ -72,6 +73,41 @@ def test_an_unfinished_run_keeps_no_thread_waiting(slow: Pair, method: str) -> N
     assert others(third) == expected[2], "a call of the same thread"
     rest = [token for round_ in rounds for token in round_.token_ids]
     assert begun + rest == expected[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unfinished_run_that_is_dropped_while_another_thread_has_the_turn_waits_for_nothing(
+    near: Pair, method: str
+) -> None:
+    rounds: Any = near.rounds(PROMPTS[0], method, SAMPLING, **settings_of(method))
+    list(islice(rounds, 2))
+    with ThreadPoolExecutor(1) as thread:
+        with near.lock:
+            dropped = thread.submit(rounds.close)
+            done, _ = wait([dropped], 5)  # the garbage collector does so in any thread
+        assert dropped in done
+        dropped.result()
+    expected = near.generate(PROMPTS[1], "ar", SAMPLING).token_ids
+    assert near.generate(PROMPTS[1], method, SAMPLING, **settings_of(method)).token_ids == expected
+
+
+def test_what_was_dropped_is_closed_at_the_beginning_of_the_next_turn() -> None:
+    ended = []
+
+    def unfinished() -> Iterator[Any]:
+        try:
+            yield 1
+        finally:
+            ended.append(True)
+
+    turns, rounds = Turns(), cast("Generator[Any]", unfinished())
+    next(rounds)
+    with ThreadPoolExecutor(1) as thread, turns:
+        thread.submit(turns.close, rounds).result(LONGEST)
+        with turns:
+            assert not ended, "a part of this turn"
+    with turns:
+        assert ended
 
 
 def test_measuring_and_forgetting_wait_for_a_run(slow: Pair) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.settings import Settings
@@ -105,6 +105,39 @@ class Clock:
         return phases
 
 
+class Turns:
+    """The lock of runs that share models. A thread holds it in a `with` block, and may nest such blocks."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._depth = 0
+        self._unclosed: list[Generator[Round]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            while self._unclosed:
+                self._unclosed.pop().close()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+    def close(self, rounds: Generator[Round]) -> None:
+        """Closes unfinished rounds: now, or in the next turn if another thread has the present one.
+
+        The garbage collector calls this in any thread, also in one for which the other waits.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._unclosed.append(rounds)
+            return
+        try:
+            rounds.close()
+        finally:
+            self._lock.release()
+
+
 @dataclass(slots=True)
 class Run:
     """The state of a run: the generation of one output.
@@ -130,7 +163,7 @@ class Run:
     settings: Settings = NO_SETTINGS
     seed: int = 0
     costs: Any = None
-    lock: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    lock: Turns = field(default_factory=Turns)
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 
@@ -215,7 +248,7 @@ class Run:
         return self.finish_reason is not None
 
 
-def _in_turns(rounds: Iterator[Round], lock: AbstractContextManager[Any]) -> Iterator[Round]:
+def _in_turns(rounds: Iterator[Round], lock: Turns) -> Iterator[Round]:
     """Yields the rounds, each made while `lock` is held, so that an unfinished run of one thread keeps no other one waiting."""
     try:
         while True:
@@ -226,8 +259,7 @@ def _in_turns(rounds: Iterator[Round], lock: AbstractContextManager[Any]) -> Ite
             yield round_
     finally:
         if isinstance(rounds, Generator):
-            with lock:
-                rounds.close()
+            lock.close(rounds)
 
 
 def sequential(run: Run) -> Iterator[Round]:

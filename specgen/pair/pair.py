@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial, wraps
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
@@ -16,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.measuring import Sample
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
-from specgen.decoding.run import Clock, Run, StopTexts
+from specgen.decoding.run import Clock, Run, StopTexts, Turns
 from specgen.engine.devices import device_timer
 from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
@@ -79,7 +78,7 @@ class Pair:
         self.target, self.draft, self.tokenizer = target, draft, target.tokenizer
         self.measurements = Measurements(target, draft)
         self.searched: Search | None = None  # what `load` found for the target, if it was asked to look
-        self.lock = RLock()  # of all that changes models' caches; pairs with the same target share it
+        self.lock = Turns()  # of all that changes models' caches; pairs with the same target share it
         self._is_closed = False
         self._reserved = 0  # tokens
         self._worker = worker
