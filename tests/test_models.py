@@ -199,15 +199,48 @@ def test_memory_that_others_have_taken_ends_the_run_and_never_changes_the_dtype(
     assert (code, json.loads(out.splitlines()[0])["dtype"]) == (0, "bfloat16")
 
 
-def test_a_container_with_less_memory_than_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(devices, "_CONTAINER_LIMIT", limit)
+_V1 = "12:cpu,cpuacct:/a\n9:memory:/docker/12:ab\n1:name=systemd:/a\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "file"),
+    [
+        ("0::/\n", "memory.max"),
+        ("0::/user.slice/run:1.scope\n", "user.slice/run:1.scope/memory.max"),
+        ("0::/../outside\n", "memory.max"),
+        (_V1, "memory/docker/12:ab/memory.limit_in_bytes"),
+        (_V1 + "0::/\n", "memory/memory.limit_in_bytes"),
+        ("\nodd\n0::/user.slice\n", "user.slice/memory.max"),
+    ],
+)
+def test_a_container_with_less_memory_than_the_machine_counts(
+    groups: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_ROOT", tmp_path)
     whole = devices.total_memory()
     assert whole is not None
     assert whole > 1 << 20
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    limit = tmp_path / "sys/fs/cgroup" / file
+    limit.parent.mkdir(parents=True)
     for content, expected in (("max\n", whole), ("1048576\n", 1 << 20), (f"{2 * whole}\n", whole)):
         limit.write_text(content)
         assert devices.total_memory() == expected
+
+
+def test_the_least_limit_of_the_groups_around_a_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_ROOT", tmp_path)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/outer/own\n")
+    limits = {"outer": 1 << 20, "outer/own": 2 << 20, "outer/own/inner": 1 << 10, "other": 1 << 10}
+    for group, limit in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+    assert devices.total_memory() == 1 << 20
 
 
 def test_the_chosen_dtype_is_the_one_that_is_run(

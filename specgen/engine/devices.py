@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
 _TIMING_SECONDS = 0.15  # spent on a choice of the number of threads, after the first round with each
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_ROOT = Path("/")  # of /proc and /sys
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
 
@@ -201,9 +201,33 @@ def total_memory() -> int | None:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
-    with suppress(OSError, ValueError):  # "max", and no file outside of containers
-        total = min(total, int(_CONTAINER_LIMIT.read_text()))
-    return total
+    return min([total, *_group_limits()])
+
+
+def _group_limits() -> Iterator[int]:
+    """Yields the most bytes of memory that each control group of this process may take, on Linux."""
+    try:
+        groups = (_ROOT / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return
+    mounted = _ROOT / "sys/fs/cgroup"
+    for line in groups:
+        _, controllers, group = (*line.split(":", 2), "", "")[:3]
+        if not controllers:
+            yield from _limits_on_path(mounted, group, "memory.max")
+        elif "memory" in controllers.split(","):
+            yield from _limits_on_path(mounted / "memory", group, "memory.limit_in_bytes")
+
+
+def _limits_on_path(mounted: Path, group: str, file: str) -> Iterator[int]:
+    """Yields the limits of a group and of all groups around it.
+
+    A container may see its own group as the root, and its path as the host names it.
+    """
+    path = PurePosixPath(group.lstrip("/"))
+    for each in [path, *path.parents]:
+        with suppress(OSError, ValueError):  # "max", and no such file
+            yield int((mounted / each / file).read_text())
 
 
 @dataclass(frozen=True, slots=True)
