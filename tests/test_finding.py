@@ -130,9 +130,7 @@ def test_a_start_reads_the_weights_for_fingerprints_once(place: Path, monkeypatc
     "options",
     [("--backend", "transformers"), ("--dtype", "bfloat16"), ("--repetition-penalty", "1.3")],
 )
-def test_what_one_way_to_run_the_models_showed_is_not_taken_for_another(
-    place: Path, options: Sequence[str]
-) -> None:
+def test_what_one_way_to_run_the_models_showed_is_not_taken_for_another(place: Path, options: Sequence[str]) -> None:
     assert "tokens accepted in a short trial" in generated(place).stderr
     learned = searched(place).found
     with pytest.MonkeyPatch.context() as patch:

@@ -211,9 +211,7 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
     assert re.fullmatch(rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*", second)
 
 
-def test_a_head_that_was_trained_again_is_tried_again(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_was_trained_again_is_tried_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
 
     def kept(kind: str, key: Sequence[str], *_: object) -> dict[str, float]:

@@ -229,9 +229,7 @@ def test_a_container_with_less_memory_than_the_machine_counts(
         assert devices.total_memory() == expected
 
 
-def test_the_least_limit_of_the_groups_around_a_process_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_limit_of_the_groups_around_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_ROOT", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/outer/own\n")

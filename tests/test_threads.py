@@ -76,9 +76,7 @@ def test_an_unfinished_run_keeps_no_thread_waiting(slow: Pair, method: str) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_unfinished_run_that_is_dropped_while_another_thread_has_the_turn_waits_for_nothing(
-    near: Pair, method: str
-) -> None:
+def test_an_unfinished_run_that_is_dropped_while_another_thread_has_the_turn_waits_for_nothing(near: Pair, method: str) -> None:
     rounds: Any = near.rounds(PROMPTS[0], method, SAMPLING, **settings_of(method))
     list(islice(rounds, 2))
     with ThreadPoolExecutor(1) as thread:
