@@ -121,6 +121,28 @@ def test_the_wait_for_a_pipe_does_not_delay_the_loading(stdin: Stdin, monkeypatc
     os.close(writer)
 
 
+@pytest.mark.parametrize("kind", ["late", "empty", "blank", "text", "not read", "/dev/null"])
+def test_a_pipe_that_gives_no_text_is_told(stdin: Stdin, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(prompt_input, "FIRST_BYTE_SECONDS", 0.01 if kind == "late" else 60.0)
+    reader, writer = os.pipe()
+    if kind != "late":
+        os.write(writer, {"blank": b" \n", "text": b"text"}.get(kind, b""))
+        os.close(writer)
+    if kind == "/dev/null":
+        os.close(reader)
+        reader = os.open(os.devnull, os.O_RDONLY)
+    stdin(reader)
+    asked = PromptInput("Summarise:", None, reads_stdin=kind != "not read")
+    asked.text()
+    begins = {"late": "Nothing came from standard input within a second", "empty": "Standard input was empty"}
+    begins["blank"] = begins["empty"]
+    assert asked.note.partition(":")[0] == begins.get(kind, "")
+    if kind == "late":
+        assert "-f FILE" in asked.note
+        assert "--no-stdin" in asked.note
+        os.close(writer)
+
+
 @pytest.mark.parametrize("kind", ["/dev/null", "terminal", "socket", "closed", "empty pipe", "blank file", "folder"])
 def test_nothing_else_is_joined(stdin: Stdin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "/dev/null":

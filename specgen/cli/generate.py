@@ -73,6 +73,8 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
         )
         opened.enter_context(pair)
         text = "" if prompt is None else prompt.text()
+        if prompt is not None and prompt.note and not quiet:
+            err.print(Text(prompt.note), soft_wrap=True)
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
             name = choose_found(pair, prompts[0].text if prompts else text, params, err, quiet=quiet)

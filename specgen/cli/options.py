@@ -33,7 +33,7 @@ ROWS: Rows = {
     "category": ("NAME", "Use only the prompts of this category."),
     # models
     "target": ("-t MODEL", "The target model: a Hugging Face id, a folder or a GGUF file. Default: the bundled demo pair."),
-    "draft": ("-d MODEL", "The draft model: an id or a folder; none: no drafter. Default: one found on this machine."),
+    "draft": ("-d MODEL", "The draft model: an id, a folder or a GGUF file; none: no drafter. Default: one found here."),
     "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
     "dtype": ("auto|float32|bfloat16|float16|int8", "Of both models. auto: the weights'; on a CPU float32."),
@@ -56,7 +56,7 @@ ROWS: Rows = {
     "min_p": ("P", "Sample only from tokens with at least P times the probability of the likeliest one."),
     "repetition_penalty": ("R", "Make tokens that are in the context less likely by this factor. Default: the model's own."),
     "threads": ("N", "Compute with N CPU threads. Default: as many as timed passes choose, or OMP_NUM_THREADS."),
-    "seed": ("N", "The random seed; it gives the same tokens again, with adaptive and pearl for equal measured costs."),
+    "seed": ("N", "The random seed: the same command gives the same tokens again, with every method."),
     "ignore_eos": ("", "Continue after an end-of-sequence token, so that every measured run is equally long."),
     "stop": ("TEXT", "End the output before this text (repeatable)."),
     # output
@@ -71,10 +71,13 @@ ROWS: Rows = {
 GENERATE_ROWS: Rows = {
     "prompt": (
         "PROMPT",
-        "The text to continue; what is piped in, or in --file, follows it after a blank line. Standard input alone is read where "
-        "it is - or missing.",
+        "The text to continue; --file and what is piped in follow it, after blank lines. A pipe's first byte has to come within "
+        "a second. Standard input alone is read where PROMPT is - or missing.",
     ),
-    "no_stdin": ("", "Join nothing from standard input to the prompt, as in the body of a while read loop."),
+    "no_stdin": (
+        "",
+        "Join nothing from standard input to the prompt, and do not wait for it, as in the body of a while read loop.",
+    ),
     "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
     "file": ("-f FILE", "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF)."),
     "prompts": (

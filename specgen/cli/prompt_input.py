@@ -21,16 +21,24 @@ from specgen.base.schema import decoded, read_text
 LONGEST = 16 << 20  # bytes of a file or of standard input: more than any model's context
 FIRST_BYTE_SECONDS = 1.0  # how long a pipe may take to deliver something, to be joined to the prompt
 BETWEEN = "\n\n"  # a blank line
+_LATE = (
+    "Nothing came from standard input within a second: the prompt is taken alone. "
+    "For text that comes later, write it to a file and name it with -f FILE; --no-stdin leaves out this wait and this note."
+)
+_EMPTY = "Standard input was empty: the prompt is taken alone."
 
 
 class PromptInput:
     """A prompt. Standard input that is joined to it may still have to come.
+
+    `note` says why nothing was joined from a pipe, once `text` has returned; else it is empty.
 
     `given` is the argument, None if it is missing; `-` stands for standard input. Raises SpecgenError for a text that is empty
     or not UTF-8, and if there is no prompt.
     """
 
     def __init__(self, given: str | None, file: Path | None, *, reads_stdin: bool) -> None:
+        self.note = ""
         self._parts: list[str] = []
         self._pipe: _Pipe | None = None
         if given == "-" or (given is None and file is None):
@@ -50,7 +58,9 @@ class PromptInput:
     def text(self) -> str:
         """Returns the whole prompt. Waits for a pipe's first byte, and if it comes in time for the pipe's end."""
         if self._pipe is not None:
-            self._add(self._pipe.read())
+            is_joined = self._add(self._pipe.read())
+            if not is_joined:
+                self.note = _LATE if self._pipe.is_late else _EMPTY
             self._pipe = None
         return BETWEEN.join(self._parts)
 
@@ -66,18 +76,24 @@ class PromptInput:
         elif stat.S_ISFIFO(mode):
             self._pipe = _Pipe(descriptor)
 
-    def _add(self, data: bytes) -> None:
+    def _add(self, data: bytes) -> bool:
+        """Joins the text, unless it is blank, and returns whether it was joined."""
         text = _stdin_text(data)
         if text.strip():
             self._parts.append(text)
+        return bool(text.strip())
 
 
 class _Pipe:
-    """Standard input as a pipe. A thread waits for its first byte, so that the models can be loaded meanwhile."""
+    """Standard input as a pipe. A thread waits for its first byte, so that the models can be loaded meanwhile.
+
+    `is_late`: neither a byte nor the pipe's end has come yet.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._begin = b""
+        self.is_late = True
         self._deadline = time.monotonic() + FIRST_BYTE_SECONDS
         self._waiting = Thread(target=self._wait, daemon=True)
         self._waiting.start()
@@ -95,6 +111,7 @@ class _Pipe:
         if is_ready:
             with suppress(OSError):
                 self._begin = os.read(self._descriptor, LONGEST)
+            self.is_late = False
 
 
 def plain(text: str) -> str:
