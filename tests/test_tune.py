@@ -138,7 +138,8 @@ def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     assert found.default.measured is not None
     assert found.best.measured is not None
     assert found.verdict != "no time"
-    assert found.chosen in (found.best, found.default, plain_of(found.methods))
+    assert found.chosen in (found.best, plain_of(found.methods))
+    assert found.best.name in ("sd", "svip", "lookup")
     assert found.chosen.measured is not None
     assert 0 < (found.acceptance_probability or 0) <= 1
     said = [step for step in finished(steps) if "of trees, drafts and beams" not in step]  # these may all be far behind
@@ -295,6 +296,23 @@ def test_the_likely_winner_runs_on_a_second_prompt_where_there_is_time(
     assert ran == expected
 
 
+def test_only_named_methods_are_chosen() -> None:
+    """The default is measured for comparison, and decides nothing."""
+    default = Candidate("adaptive", {}, 185.0, 185.0, 1.85, 1.8, 1.9)
+    named = Candidate("sd", {"k": 3}, 150.0, 150.0, 1.5, 1.4, 1.6)
+    found = of(default, named, PLAIN)
+    assert (found.best, found.chosen) == (default, default)
+    for names in (["sd"], ["sd", "svip"]):
+        only = replace(found, named=names)
+        assert (only.best, only.chosen, only.verdict) == (named, named, "pays")
+    for low, speedup in ((0.9, 1.0), (0.8, 0.9), (None, 1.2)):
+        slow = replace(found, methods=[default, replace(named, speedup=speedup, low=low), PLAIN], named=["sd"])
+        assert slow.chosen == PLAIN
+    assert replace(found, named=["sd", "adaptive"]).chosen == default
+    nothing_ran = of(replace(named, measured=None, speedup=None, low=None), replace(PLAIN, measured=None))
+    assert replace(nothing_ran, named=["sd"]).chosen.name == "ar"
+
+
 def test_which_candidate_of_a_method_stays() -> None:
     """The tuned settings, unless the default ones are the fastest that ran."""
     default, tuned = Candidate("svip", {}, 90.0, 90.0, 1.2, 1.1, 1.3), Candidate("svip", {"threshold": 0.3}, 130.0)
@@ -367,13 +385,13 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None
     task = request(200, ["mtad"], objective=Objective.parse("speed", "1000000%"))
     found = tune(near, replace(task, prompts=TEXTS[:2], sampling=replace(GREEDY, temperature=1.0)), Mock())
     assert "mtad" not in found.left_out
-    assert {found.best.name, found.chosen.name} <= {"ar", "adaptive"}
+    assert found.best.name == found.chosen.name == "ar"
     lossy, plain = (next(each for each in found.methods if each.name == name) for name in ("mtad", "ar"))
     assert lossy.perplexity is not None
     assert plain.perplexity is not None
     assert lossy.measured is not None, "it was requested, so it is really run"
     fast = [replace(entry, measured=9.0, speedup=9.0, low=8.0) for entry in (lossy, plain)]
-    assert replace(found, methods=fast).chosen.name == "adaptive"
+    assert replace(found, methods=fast).chosen.name == "ar"
 
 
 def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ class TuningOutcome:
     was not tuned. `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were
     not. `pair` has the models that were chosen. `real_runs` is the number of real runs, `simulated` that of the settings that
     were simulated. `missing_seconds` is how much more time would be needed for what was left out because time was short, as far
-    as this can be estimated.
+    as this can be estimated. `named` are the methods that the user named, None for all: no other one can be chosen, but for plain
+    decoding.
     """
 
     methods: Sequence[Candidate]
@@ -257,11 +258,15 @@ class TuningOutcome:
     real_runs: int = 0
     simulated: int = 0
     missing_seconds: float = 0.0
+    named: Sequence[str] | None = None
 
     @property
     def _speculative(self) -> list[Candidate]:
         """The methods that can be chosen, but for plain decoding."""
-        return [each for each in self.methods if each.name != PLAIN and each.lossless]
+        return [each for each in self.methods if each.name != PLAIN and each.lossless and self._may_choose(each.name)]
+
+    def _may_choose(self, name: str) -> bool:
+        return self.named is None or name in self.named
 
     @property
     def best(self) -> Candidate:
@@ -318,10 +323,13 @@ class TuningOutcome:
     def chosen(self) -> Candidate:
         """The method to decode with: the best one if it was proven to be faster than plain decoding, else the default.
 
-        Plain decoding takes the default's place only if that was slower on several prompts, and if no other method may be faster.
+        Plain decoding takes the default's place only if that was slower on several prompts, and if no other method may be faster,
+        or if the user named others.
         """
         if self.verdict == "pays":
             return self.best
+        if not self._may_choose(DEFAULT_METHOD):
+            return plain_of(self.methods)
         is_settled = self.verdict != "unconfirmed"
         return plain_of(self.methods) if is_settled and self.default.was_slower else self.default
 
