@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 from gguf_files import TYPES, random_stored, write_gguf
+from gguf_models import model_of, write_model
 
+import specgen
 from specgen.base.errors import SpecgenError
 from specgen.engine.gguf.blocks import read_tensor
 from specgen.engine.gguf.file import is_gguf, open_gguf
 from specgen.engine.gguf.header import read_header
 
+DAMAGED_MODELS = 60
 STRING, ARRAY, UINT8, UINT32, UINT64 = 8, 9, 0, 4, 10
 METADATA = {
     "general.architecture": "llama",
@@ -248,3 +251,30 @@ def check_reading(path: Path, seed: int) -> str | None:
         tracemalloc.stop()
         assert most < 4 * size + 40_000, seed
     return None
+
+
+def test_damaged_files_load_or_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the config, the tokenizer and the weights. All damages are in the header."""
+    monkeypatch.setattr("specgen.engine.gguf.file._kept_header", lambda path, state: read_header(path))
+    path = write_model(model_of("qwen2"), "qwen2", tmp_path / "model.gguf", "Q8_0")
+    content = path.read_bytes()
+    header_end = min(found.offset for found in read_header(path).tensors.values())
+    loaded = 0
+    problems = set()
+    for seed in range(DAMAGED_MODELS):
+        dice = random.Random(seed)
+
+        def place(dice: random.Random = dice) -> int:
+            return dice.randrange(header_end)
+
+        path.write_bytes(dice.choice((flipped, flipped, with_huge_number, spliced))(content, dice, place))
+        try:
+            with specgen.load(str(path), dtype="float32", backend="native") as pair:
+                assert pair.tokenizer.vocabulary(), seed
+                assert pair.target.model.reference_logits([1, 2]).shape[0] == 2, seed
+            loaded += 1
+        except SpecgenError as error:
+            problems.add(str(error))
+    assert all(problem.isprintable() for problem in problems)
+    assert loaded > 5
+    assert len(problems) > 10

@@ -53,7 +53,8 @@ class ModelFacts:
     (quantised ones stay packed as in their files), and the cached keys and values of one token `cache_bytes`. `context_limit` is
     the largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the
     embedding table. `backend` runs the forward pass. `fallback` says why that is transformers, `tokenizer_fallback` why
-    transformers reads the tokenizer; both are None otherwise.
+    transformers reads the tokenizer; both are None otherwise. `tokenizer_warning` is a sentence for the user about a
+    tokenizer that may give other tokens than the model's, or None.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ModelFacts:
     fallback: str | None
     dtype_reason: str
     tokenizer_fallback: str | None
+    tokenizer_warning: str | None = None
 
 
 def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
@@ -98,6 +100,7 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
         prepared.fallback,
         weights.warning or weights.reason,
         prepared.tokenizer.fallback,
+        prepared.tokenizer.warning,
     )
 
 

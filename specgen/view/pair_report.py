@@ -88,6 +88,9 @@ def facts(report: PairReport) -> Iterator[Fact]:
         yield from _tokenizers(report.tokenizers, report.target, report.draft)
     if report.tokenizers is not None and report.tokenizers.overlap is not None:
         yield from _overlap(report.tokenizers.overlap, report.speedup_model)
+    for model in _roles(report).values():
+        if model.tokenizer_warning is not None:
+            yield "✗ tokenizer", one_line(model.tokenizer_warning)
     yield from _memory(report)
     yield "✓ context", _context(report)
     yield from _engine(report)
