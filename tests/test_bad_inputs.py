@@ -154,6 +154,8 @@ LIGHT = [
     row("compare --csv /nowhere/f.csv", "CSV file", "/nowhere"),
     row("compare --resume /nowhere/t.jsonl", "/nowhere"),
     generate("--record distributions", "--record distributions", "--json"),
+    generate("-m joint --temperature 1", "joint decodes greedily only"),
+    row("generate --prompts {file} -m joint --temperature 1", "joint", name="p.jsonl", content='{"prompt": "a"}'),
     # the prompt
     row(["generate", " \n"], "the prompt is empty"),
     row("generate -", "the prompt is empty", stdin=b"\n"),
@@ -276,7 +278,12 @@ TRANSFORMERS = "-m ar -n 3 --backend transformers"
 DEEP = b"[" * 100_000
 MODELS = [
     generate("--backend transformers --draft-dtype int8", "--draft-dtype int8 needs the native backend"),
-    generate("-m joint --temperature 1", "joint"),
+    row(
+        "generate --prompts {file} -n 5 -t {target}",
+        *("prompt 0", f"{3 * CONTEXT} tokens", "Shorten the prompt"),
+        name="p.jsonl",
+        content=json.dumps({"prompt": "a" * 3 * CONTEXT}),
+    ),
     generate("-t {other-ids} -d {target}", "tokenizers differ", "WordLevel", "translation=text", "-m lookup"),
     row(f"generate {'a' * 3 * CONTEXT} -n 5 -t {{target}}", f"{3 * CONTEXT} tokens", f"{CONTEXT}", "Shorten the prompt"),
     generate("-t {target} --context 1", "--context is 1"),

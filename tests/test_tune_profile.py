@@ -24,7 +24,8 @@ from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.tune import json_line
 from specgen.compare.prompts import load_prompts
-from specgen.decoding.costs import SpeedupModel
+from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
+from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate
@@ -291,6 +292,34 @@ def test_in_python_calls_without_a_method_take_the_profile_that_fits(
         specgen.load(**models, profile=tmp_path / "stale")
     with pytest.raises(SpecgenError, match="profile"):
         specgen.load(**models, profile=tmp_path / "missing")
+
+
+def test_seeded_drafts_follow_from_the_costs_of_the_profile_named_or_found(
+    pair: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same seed gives the same text either way; calls with settings of their own do not take the costs."""
+    monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
+    models = {"target": pair[1], "draft": pair[3], "device": "cpu", "dtype": "float32"}
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    found = profiles.load(folder)
+    cheap = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1e-5})}), CostTable({8: Curve({1: 0.01, 2: 0.01})}), 0.0)
+    saved = found.model_copy(
+        update={
+            "measured": found.measured.model_copy(update={"costs": {"model": cheap, "echo": cheap}}),
+            "chosen": profiles.Choice(method="sd", settings={"policy": "adaptive"}),
+            "sampling": profiles.Sampling(temperature=1.0, top_p=1.0, top_k=0),
+        }
+    )
+    profiles.save(saved, profiles.default_folder(found.fits, sampling))
+    profiles.save(saved, tmp_path / "named")
+
+    def costs(loaded: Pair, *method: str, **settings: Any) -> DraftingCosts:
+        request = loaded.request("abcabc", *method, sampling=sampling, **settings)
+        return loaded._knowledge.inputs(request, None).costs
+
+    with specgen.load(**models) as by_call, specgen.load(**models, profile=tmp_path / "named") as named:
+        assert costs(by_call) == costs(named) == DraftingCosts.of_rounds(cheap, by_call.request("abcabc").typical_length)
+        assert costs(by_call, "sd", policy="adaptive") != costs(by_call)
 
 
 def test_the_command_tunes_and_writes_a_profile(pair: tuple[str, ...], tmp_path: Path) -> None:

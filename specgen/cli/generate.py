@@ -47,6 +47,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     chosen = methods.find(methods.DEFAULT_METHOD if named is None else named)
     if chosen.needs_draft_model and not models.has_draft:
         raise chosen.without_part(models.target)
+    chosen.check_sampling(params)
     by_text = methods.resolve(chosen, given).drafts_text
     record = output.record is not None
     _check_options(asked, output)
@@ -100,11 +101,12 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             say()
             Conversation(start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)).run()
         elif prompts is not None:
-            say()
-            PromptsFile(pair, prompts, asked, decoding, err).run(start, trace)
+            answers = PromptsFile(pair, prompts, asked, decoding, err)
+            say()  # a mistake in the options or in a prompt is one line
+            answers.run(start, trace)
         else:
             answer = start(messages(text, asked.system) if asked.chat else text, decoding)
-            say()  # a mistake in the options is one line
+            say()
             answer.write()
 
 

@@ -180,22 +180,18 @@ def with_tuned_draft(
 def _with_profile(
     pair: Pair, profile: Profile, process: DraftProcess | None, note: Callable[[str], None]
 ) -> tuple[Pair, Profile | None]:
-    """Returns the pair with its draft's weights rounded as in the profile's tuning, and the profile.
+    """Returns the pair as it was tuned (`loading.as_tuned`), and the profile.
 
-    If they cannot be rounded here, returns the pair as it was, and None; `note` gets the reason. `process` is the process that
-    was started to run PEARL's draft model; it then runs the rounded one.
+    If its draft's weights cannot be rounded here, returns the pair as it was, and None; `note` gets the reason. `process` is the
+    process that was started to run PEARL's draft model; it then runs the rounded one.
     """
-    from specgen.pair.loading import with_draft_dtype
+    from specgen.pair.loading import as_tuned
 
-    dtype = profile.draft_dtype
-    if dtype is not None and pair.draft is not None and pair.draft.dtype_name != dtype:
-        try:
-            pair = with_draft_dtype(pair, dtype, process)
-        except SpecgenError as error:
-            note(f"the profile is stale: its draft was {dtype}; it is not used. {error.message}")
-            return pair, None
-    pair.measurements.tuned_costs = profile.measured.costs
-    return pair, profile
+    try:
+        return as_tuned(pair, profile, process), profile
+    except SpecgenError as error:
+        note(f"the profile is stale: its draft was {profile.draft_dtype}; it is not used. {error.message}")
+        return pair, None
 
 
 def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:

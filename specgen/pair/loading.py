@@ -133,13 +133,13 @@ def _with_profile(pair: Pair, folder: Path | None, draft_dtype: str | None, proc
     """
     if folder is not None:
         profile = profiles.load(folder)
-        rounded = profile.draft_dtype
-        if draft_dtype is None and rounded is not None and pair.draft is not None:
-            pair = with_draft_dtype(pair, rounded, process)
-        why = profile.mismatch(profiles.profile_key_of(pair))
+        key = profiles.profile_key_of(pair)
+        if draft_dtype is None:
+            key = profiles.with_draft_dtype(key, profile.draft_dtype)
+        why = profile.mismatch(key)
         if why is not None:
             raise SpecgenError(f"the profile {folder / profiles.FILE} is stale: {why}", profiles.TUNE_AGAIN)
-        pair.measurements.tuned_costs = profile.measured.costs  # now: seeded texts depend on them
+        pair = as_tuned(pair, profile, process)
     pair.profile_from = profiles.ProfileSource(folder)
     return pair
 
@@ -316,6 +316,19 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
     rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
     return _with_draft(pair, rounded, process)
+
+
+def as_tuned(pair: Pair, profile: profiles.Profile, process: DraftProcess | None = None) -> Pair:
+    """Returns the pair as the profile was made with it: its draft's weights are rounded so, and the costs of its rounds known.
+
+    Texts with a seed depend on these costs, so this is to be done before the first one. `process` and errors as for
+    `with_draft_dtype`.
+    """
+    dtype = profile.draft_dtype
+    if dtype is not None and pair.draft is not None and pair.draft.dtype_name != dtype:
+        pair = with_draft_dtype(pair, dtype, process)
+    pair.measurements.tuned_costs = profile.measured.costs
+    return pair
 
 
 def with_found(

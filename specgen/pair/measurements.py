@@ -295,11 +295,14 @@ class DraftingKnowledge:
         return self._timed[key]
 
     def _tuned_costs(self, request: Request) -> DraftingCosts | None:
-        """Returns the costs in the profile. None if it has none for this request, and for drafts that are trees, which tuning
-        does not time."""
+        """Returns the costs in the profile that chose the request's method, else in the one that the pair was loaded with.
+
+        None if it has none for this request, and for drafts that are trees, which tuning does not time.
+        """
         if request.method.drafts_trees(request.settings):
             return None
-        tuned = self._measurements.tuned_costs.get(self._cost_key(request)[0])
+        costs = self._measurements.tuned_costs if request.tuned_costs is None else request.tuned_costs
+        tuned = costs.get(self._cost_key(request)[0])
         return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
 
     def _cost_key(self, request: Request) -> Key:

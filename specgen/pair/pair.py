@@ -198,7 +198,14 @@ class Pair:
         Raises SpecgenError for invalid arguments.
         """
         self._check_open()
-        name, written = self._chosen(sampling, settings) if method is None else methods.split(str(method))
+        profile = self._profile_of_call(sampling, settings) if method is None else None
+        written: Mapping[str, object]
+        if method is not None:
+            name, written = methods.split(str(method))
+        elif profile is not None:
+            name, written = profile.chosen.method, profile.chosen.settings
+        else:
+            name, written = methods.DEFAULT_METHOD, {}
         chosen, settings = methods.find(name), {**written, **settings}
         exit_name = str(settings.get("exit", methods.DEFAULT_EXIT))
         with self.lock:  # it may load the part
@@ -211,17 +218,15 @@ class Pair:
         refusal = None if self.draft is None else self.draft.refusal
         if refusal is not None and chosen.uses_draft_model and not resolved.drafts_text:
             raise refusal
-        return Request(chosen, resolved, sampling, prompt_ids, limit, record)
+        costs = None if profile is None else profile.measured.costs
+        return Request(chosen, resolved, sampling, prompt_ids, limit, record, costs)
 
-    def _chosen(self, sampling: SamplingParams | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-        """Returns the method, with its settings, of a call that names none: those of the tuned profile for this sampling, or the
-        default method if there is no such profile, or if the call has settings of a method."""
+    def _profile_of_call(self, sampling: SamplingParams | None, settings: Mapping[str, object]) -> Profile | None:
+        """Returns the tuned profile that decides for a call that names no method, the one for this sampling. None if there is no
+        such profile, or if the call has settings of a method."""
         own = dict(settings)
         wanted = sampling_with(sampling, own, self.target, "")
-        profile = None if own or self.profile_from is None else self._profile(self.profile_from, wanted)
-        if profile is None:
-            return methods.DEFAULT_METHOD, {}
-        return profile.chosen.method, profile.chosen.settings
+        return None if own or self.profile_from is None else self._profile(self.profile_from, wanted)
 
     def _profile(self, source: ProfileSource, sampling: SamplingParams) -> Profile | None:
         """Returns the tuned profile that fits this pair and sampling; None if there is none. It is looked for once."""

@@ -14,6 +14,7 @@ from specgen.base.types import LARGEST, SamplingParams
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
     from specgen.base.types import Round
+    from specgen.decoding.costs import RoundCosts
     from specgen.engine.model_loading import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.method import Method
@@ -28,7 +29,8 @@ class Request:
 
     `settings` are the method's; a value that has to be measured is still `auto`. `limit` is the maximum number of new tokens:
     `max_new_tokens`, or fewer if the target's context has no room for them. `record`: each round also measures how close the
-    target's and the draft's probabilities are at each drafted token. Raises SpecgenError if the method cannot decode with the
+    target's and the draft's probabilities are at each drafted token. `tuned_costs` are those of the profile that chose the method
+    (see `Measurements.tuned_costs`), None if none did. Raises SpecgenError if the method cannot decode with the
     sampling parameters, or if earlier outputs (setting `history`) would change the tokens of a sampled run with a seed.
     """
 
@@ -38,6 +40,7 @@ class Request:
     prompt_ids: list[int]
     limit: int
     record: bool = False
+    tuned_costs: Mapping[str, RoundCosts] | None = None
 
     def __post_init__(self) -> None:
         self.method.check_sampling(self.sampling)
