@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import native_models
 import pytest
 import torch
 from families import make_model, make_tokenizer, save
+from gguf_models import model_of, write_model
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from typer.testing import CliRunner
@@ -183,6 +185,27 @@ def test_a_model_with_other_tokens_is_no_drafter(place: Path) -> None:
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(tokens))
     assert names(place) == []
+
+
+@pytest.mark.parametrize("layout", ["in one folder", "in folders of their own", "the folder is named"])
+def test_a_smaller_gguf_file_beside_a_gguf_target_drafts(place: Path, layout: str) -> None:
+    own = layout != "in one folder"
+    folders = [place / name if own else place for name in ("large", "little")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    module = native_models.make({**model_of("qwen2").config.to_dict(), "intermediate_size": 4096})
+    large = write_model(module, "qwen2", folders[0] / "large.gguf", "Q8_0")
+    little = write_model(model_of("qwen2"), "qwen2", folders[1] / "little.gguf", "F32")
+    twin = write_model(module, "qwen2", folders[0] / "twin.gguf", "Q4_0") if not own else None
+    target = folders[0] if layout == "the folder is named" else large
+    found = search(prepare(ModelSource(str(target)), lambda _: None)).found
+    assert [each.folder for each in found] == [little]
+    assert twin not in [each.folder for each in found], "as large, although its file is smaller"
+    (place / "big" / "config.json").unlink()
+    (place / "small" / "config.json").unlink()
+    for name in ("music", "letters"):
+        (place / name).mkdir()
+    assert search(prepare(ModelSource(str(target)), lambda _: None)).found == []
 
 
 # what is left out

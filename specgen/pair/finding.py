@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -22,13 +23,15 @@ import torch
 
 from specgen.base.errors import SpecgenError
 from specgen.decoding.costs import SpeedupModel
+from specgen.engine.gguf.file import is_gguf
+from specgen.engine.gguf.naming import gguf_models
 from specgen.engine.model_loading import LoadedModel, ModelSource, PreparedModel, describe
 from specgen.engine.native.config_reading import read_config, text_config
 from specgen.engine.native.native_model import open_model
 from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.tokenizer import has_tokenizer, load_tokenizer
 from specgen.engine.text.translation import LEAST_SHARED, same_tokens
-from specgen.engine.weights import bytes_of_weights
+from specgen.engine.weights import bytes_of_weights, stored_tensors
 from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
 from specgen.pair.found_cache import keep_search, read_search, search_state
 from specgen.pair.parts import PartStore
@@ -130,7 +133,7 @@ def search(
     """
     store = PartStore(unloaded(target))
     own = []
-    size = bytes_of_weights(target.folder)
+    size = _size(target.folder)
     for kind in HEADS:
         if (part := store.find(kind)) is not None:
             own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
@@ -199,14 +202,20 @@ def unloaded(target: PreparedModel) -> Any:
 
 
 def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
-    """Yields the names and folders of models in and beside the target, if it is a folder, and of those in the hub cache."""
+    """Yields the names and places of models in and beside the target's folder, if the user named a place on this machine, and of
+    those in the hub cache. The place of a GGUF model is its first file."""
     from huggingface_hub import constants
 
     here = target.folder.resolve()
     location = Path(target.source.location)
-    if location.expanduser().is_dir():
-        for folder in [*_models_in(here), *_models_beside(here)]:
-            yield str(folder) if location.is_absolute() else os.path.relpath(folder), folder
+    if location.expanduser().exists():
+        is_file = here.is_file()
+        home = target.folder.parent.resolve() if is_file else here
+        inside = _models_of_a_collection(home) if is_file else _models_in(home)
+        beside = _models_of_a_collection(home.parent)
+        for folder in [*inside, *beside]:
+            if folder != home and folder.resolve() != here:
+                yield str(folder) if location.is_absolute() else os.path.relpath(folder), folder
     for cached in islice(_folders(Path(constants.HF_HUB_CACHE)), MOST_FOLDERS):
         if not cached.name.startswith("models--"):
             continue
@@ -215,19 +224,40 @@ def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
             yield cached.name.removeprefix("models--").replace("--", "/"), snapshot
 
 
-def _models_beside(here: Path) -> list[Path]:
-    """Returns the models beside the folder `here`, if its parent is a folder of models.
+def _models_of_a_collection(place: Path) -> list[Path]:
+    """Returns the models in `place` if it is a folder of models.
 
     It is one if at least half of its folders are models. Others, such as a home folder, hold what has nothing to do with the
     target, and may hold what strangers put there.
     """
-    folders = _folders(here.parent)
-    models = [folder for folder in folders if _is_model(folder)]
-    return [model for model in models if model != here] if 2 * len(models) >= len(folders) else []
+    folders = _folders(place)
+    models = [model for model in map(_model_in, folders) if model is not None]
+    return [*models, *_gguf_files(place)] if 2 * len(models) >= len(folders) else []
 
 
 def _models_in(place: Path) -> list[Path]:
-    return [folder for folder in _folders(place) if _is_model(folder)]
+    models = map(_model_in, _folders(place))
+    return [*(model for model in models if model is not None), *_gguf_files(place)]
+
+
+def _model_in(folder: Path) -> Path | None:
+    """Returns a folder that is a model, else the first GGUF model in it; None if there is none."""
+    return folder if _is_model(folder) else next(iter(_gguf_files(folder)), None)
+
+
+def _gguf_files(place: Path) -> list[Path]:
+    """Returns the first file of each GGUF model in `place`; none if it cannot be listed."""
+    with suppress(OSError):
+        names = [model[0] for model in gguf_models(os.listdir(place))]
+        return [place / name for name in names[:MOST_FOLDERS] if is_gguf(place / name)]
+    return []
+
+
+def _size(model: Path) -> int:
+    """Returns about how many bytes a model's weights take when they are loaded: those of GGUF files become 16-bit numbers."""
+    if is_gguf(model):
+        return 2 * sum(prod(shape) for shape, _ in stored_tensors(model).values())
+    return bytes_of_weights(model)
 
 
 def _folders(place: Path) -> list[Path]:
@@ -259,7 +289,7 @@ def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, in
     """
     target_bytes, tokens = sizes
     with suppress(Exception):
-        own_bytes = bytes_of_weights(folder)
+        own_bytes = _size(folder)
         if not 0 < own_bytes <= LARGEST_DRAFT * target_bytes:
             return None
         config = read_config(folder, name)
@@ -271,7 +301,8 @@ def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, in
         if isinstance(rows, int) and rows < LEAST_SHARED * tokens:
             return None
         # some tokenizers need transformers, whose import takes seconds
-        if has_tokenizer(folder) and same_tokens(target.tokenizer, load_tokenizer(folder, config, False, name)):
+        is_readable = is_gguf(folder) or has_tokenizer(folder)
+        if is_readable and same_tokens(target.tokenizer, load_tokenizer(folder, config, False, name)):
             return _of_model(name, folder, config, target, own_bytes / target_bytes)
     return None
 
