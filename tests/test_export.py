@@ -84,6 +84,23 @@ def test_exports_are_as_recorded(engine: str) -> None:
     assert exported(engine) == json.loads(GOLDEN.read_text())[engine]
 
 
+@pytest.mark.parametrize("name", ["svip", "adaptive", "pearl", "spectr"])
+@pytest.mark.parametrize("engine", ["mlx", "vllm"])
+def test_a_method_that_drafts_with_a_model_becomes_the_engines_own(engine: str, name: str) -> None:
+    """Its drafts were 3.4 tokens long on average; lookup, which the engine may have, was slower."""
+    tuned = {
+        name: Candidate(name, {}, 150.0, 150.0, 1.5, draft_length=3.4),
+        "sd": Candidate("sd", {"k": 6}, 120.0, 120.0, 1.2),
+        "lookup": Candidate("lookup", {}, 130.0, 130.0, 1.3),
+    }
+    for known in (tuned, {name: tuned[name]}):
+        text, notes = export(engine, known, name, *NAMES)
+        assert ("--num-draft-tokens 3" if engine == "mlx" else '"num_speculative_tokens": 3') in text
+        assert any("drafts with the same model" in note for note in notes)
+    without = export(engine, {name: tuned[name]}, name, NAMES[0], None)
+    assert "draft" not in without[0]
+
+
 @pytest.mark.parametrize("method", ["sd", "confidence", "heuristic", "lookup"])
 def test_the_lines_for_transformers_run(method: str, demo_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(demo.folder(role)) for role in demo.ROLES]

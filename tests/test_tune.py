@@ -24,7 +24,7 @@ from specgen.base.settings import written
 from specgen.base.types import Context
 from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, resolve
 from specgen.pair import profile as profiles
@@ -46,6 +46,7 @@ from specgen.tune.outcome import (
     plain_of,
     shortlist,
 )
+from specgen.tune.real_runs import PlainSpeed, RealRuns
 from specgen.tune.round_timing import ReferenceOutput, measure_costs, record_reference, time_parallel_rounds
 from specgen.tune.simulator import Simulator
 from specgen.tune.tuner import Tuner, best_lossy, one_of_each, outcome_of, run_second_prompt, tune
@@ -294,6 +295,47 @@ def test_the_likely_winner_runs_on_a_second_prompt_where_there_is_time(
     candidates = [Candidate(name, {}, 0.0) for name in speeds]
     run_second_prompt(candidates, runs, TEXTS[1], Deadline.after(1.0))
     assert ran == expected
+
+
+def test_few_tokens_decide_nothing() -> None:
+    slow = Candidate("adaptive", {}, 90.0, 90.0, 0.9, 0.8, 0.95, prompts=2, tokens=32)
+    assert (of(slow, PLAIN).verdict, of(slow, PLAIN).chosen) == ("unconfirmed", slow)
+    fast = replace(slow, speedup=1.5, low=1.4, high=1.6)
+    assert of(fast, PLAIN).verdict == "unconfirmed"
+    assert of(replace(fast, tokens=64), PLAIN).verdict == "pays"
+    assert of(replace(slow, tokens=64), PLAIN).chosen == PLAIN
+
+
+def test_costs_explain_only_what_they_agree_with() -> None:
+    """Times of passes scatter: one over two tokens may seem to take less than one over one, or twice as long."""
+    shorter = SpeedupModel({1: 1.0, 2: 0.8}, 0.13, 8)
+    longer = SpeedupModel({1: 1.0, 2: 2.0}, 0.13, 8)
+    assert shorter.break_even_acceptance(1) == pytest.approx(0.13)
+    assert longer.break_even_acceptance(1) is None
+    fast, slow = Candidate("sd", {}, 185.0, 185.0, 1.85, 1.8, 1.9), Candidate("sd", {}, 80.0, 80.0, 0.8, 0.7, 0.9)
+    for model, method, is_said in ((shorter, fast, True), (longer, fast, False), (shorter, slow, False), (longer, slow, True)):
+        out = io.StringIO()
+        found = replace(of(method, PLAIN), speedup_model=model, acceptance_probability=0.81)
+        show_tuning(theme.ThemedConsole("mono", file=out, width=200, no_color=True), found, None)
+        assert ("of a target pass" in out.getvalue()) == is_said
+
+
+def test_a_row_has_speeds_from_the_same_runs(near: Pair) -> None:
+    runs = RealRuns(near, request(1000), Mock(), PlainSpeed(0.0, 0.0))
+    sd = Candidate("sd", {"k": 2}, 0.0)
+    runs.run([], TEXTS, Deadline.after(1000, count().__next__))
+    runs.run([sd], TEXTS[:2], Deadline.after(1000, count().__next__))
+    found, plain = runs.measured(sd), runs.measured(PLAIN)
+    assert (found.prompts, plain.prompts) == (2, 3)
+    assert found.tokens is not None
+    assert found.measured is not None
+    assert found.plain is not None
+    assert found.speedup == pytest.approx(found.measured / found.plain)
+    assert 0 < (found.draft_length or 0) <= 2
+    out = io.StringIO()
+    show_tuning(theme.ThemedConsole("mono", file=out, width=200, no_color=True), of(found, plain), None)
+    (row,) = (line.split() for line in out.getvalue().splitlines() if line.strip().startswith("sd:k=2 "))
+    assert row[1:4] == [f"{found.measured:.1f}", f"{found.plain:.1f}", "2"]
 
 
 def test_only_named_methods_are_chosen() -> None:

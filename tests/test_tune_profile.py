@@ -195,8 +195,8 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
     methods = ("-m", "sd,sd:k=2,svip,sd:k=3")
     said = " ".join(compared(*methods).split())
     names = r"(sd:k=3|svip:threshold=0\.45\S+), (sd:k=3|svip:threshold=0\.45\S+)"
-    assert re.search(rf"0 of \d+ prompts chose the settings of {names} \(specgen tune\)\.", said)
-    assert "sd:k=2" not in said.partition("prompts chose the settings")[2]
+    assert re.search(rf"specgen tune chose the settings of {names} on 0 of these \d+ prompts\.", said)
+    assert "sd:k=2" not in said.partition("tune chose the settings")[2]
     prompts.write_text("prompts: [abc, bcd, cde]")
     lines = [json.loads(line) for line in compared(*methods, "--json", "--trace", str(trace)).splitlines()]
     starts = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -205,7 +205,7 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
     expected = {"ar": None, "sd:k=2": None, "svip:threshold=0.45:c=0.15:max_draft=12": 1, "sd:k=3": 1}
     assert {line["method"]: line["tuned_on"] for line in lines} == expected
     assert {line["method"]: line["settings"].get("k") for line in lines if line["method"][:2] == "sd"} == ks
-    assert "1 of 3 prompts chose" in " ".join(compared("--resume", str(trace)).split())
+    assert "on 1 of these 3 prompts" in " ".join(compared("--resume", str(trace)).split())
 
 
 def test_named_methods_keep_their_defaults_in_compare(

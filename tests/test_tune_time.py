@@ -105,7 +105,7 @@ def test_a_draft_that_accepts_nothing_takes_little_of_the_time(pair_of: PairOf, 
     found, _ = tuned(fresh, slow, 60, ["sd", "svip", "spectr"])
     assert slow.seconds <= 1.1 * 60
     assert plain_of(found.methods).measured is not None
-    assert found.verdict == "does not pay", (found.methods, found.left_out, slow.seconds)
+    assert found.verdict in ("does not pay", "unconfirmed"), (found.methods, found.left_out, slow.seconds)
     assert found.chosen.name == "ar"
     assert found.simulated < 60
 

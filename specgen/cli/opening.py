@@ -288,7 +288,8 @@ def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) ->
     """Returns the methods `specs` with settings from the profile, and in words which methods got them.
 
     Methods to which the user gave no settings get them, and are written with them from then on; with `keep` no method does.
-    `MethodSpec.tuned_on` is set for all methods that have the profile's settings, also if the user wrote them.
+    `MethodSpec.tuned_on` is set for all methods that have the profile's settings, also if the user wrote them, but not where
+    these are the documented defaults.
     """
     completed, taken = [], []
     prompts = profile.measured.prompt_fingerprints
@@ -299,7 +300,8 @@ def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) ->
             if not keep and not spec.choice.given:
                 taken.append(written(spec.name, tuned))
                 spec = replace(spec, written=taken[-1], choice=choice)
-            if prompts is not None and spec.choice.settings == choice.settings:
+            is_default = choice.settings == methods.choose(spec.name, {}).settings
+            if prompts is not None and not is_default and spec.choice.settings == choice.settings:
                 spec = replace(spec, tuned_on=frozenset(prompts))
         completed.append(spec)
     if taken and profile.draft_dtype is not None:

@@ -135,7 +135,8 @@ TUNE_ROWS: Rows = {
     "max_perplexity": ("X|P%", "The largest perplexity of a lossy output, or its percentage of plain decoding's (100%)."),
     "export": (
         "ENGINE",
-        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or lmstudio.",
+        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or lmstudio. Tunes first, for "
+        "--budget, where there is no profile.",
     ),
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
     "train": (

@@ -102,7 +102,7 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
             pair, others = _others(pair, dtypes, opened)
             pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
-            _export(asked.export, pair, profile, err, output.quiet)
+            _export(asked.export, pair, profile, names, err, output.quiet)
     if failure is not None:
         raise failure
 
@@ -252,7 +252,9 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
     }
 
 
-def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool) -> None:
+def _export(engine: str, pair: Pair, profile: Profile, names: list[str] | None, err: Console, quiet: bool) -> None:
+    """Prints the options for the engine. `names` are the methods that may be exported, None for all."""
+
     def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
         return str(model.folder) if engine == "transformers" and model.prepared.source.label else model.name
 
@@ -262,9 +264,10 @@ def _export(engine: str, pair: Pair, profile: Profile, err: Console, quiet: bool
     found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
     heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
     differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
+    tuned = {name: each for name, each in profile.methods.items() if names is None or name in names}
     text, notes = exports.export(
         engine,
-        profile.methods,
+        tuned,
         profile.chosen.method,
         name_of(pair.target),
         None if pair.draft is None else name_of(pair.draft),

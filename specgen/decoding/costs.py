@@ -151,10 +151,12 @@ class SpeedupModel:
         """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k tokens beat plain decoding.
 
         A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens. None: no rate is high enough.
+        A pass over k + 1 tokens counts as no shorter than one over a single token: only noise in the times makes it so.
         """
         single = self.target_seconds[1]
-        rate = (self._drafting(k) + self.target_seconds[k + 1] - single) / (k * single)
-        return max(0.0, rate) if rate < 1 else None
+        more = max(0.0, self.target_seconds[k + 1] - single)
+        rate = (self._drafting(k) + more) / (k * single)
+        return rate if rate < 1 else None
 
     @property
     def relative_draft_cost(self) -> float:

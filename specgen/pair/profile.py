@@ -74,6 +74,7 @@ class Tuned(_StrictModel):
     low: Positive | None = Field(alias="speedup_low")
     high: Positive | None = Field(alias="speedup_high")
     perplexity: Positive | None = None
+    draft_length: Positive | None = None
     tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specgen.pair.profile import Tuned
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
+FOR_DRAFTS = "sd"  # what engines have for draft models
 _TARGET = "TARGET.gguf"  # where there is no GGUF file
 _READING_GGUF = "llama.cpp", "lmstudio"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
@@ -46,7 +47,8 @@ class ExportedHead(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ExportedMethod:
     """The method to export, all its settings, and the models' names. `draft` and `head` are None if the method does not run
-    one. `target_gguf` and `draft_gguf` are the models' GGUF files; None: they have none."""
+    one. `target_gguf` and `draft_gguf` are the models' GGUF files; None: they have none. `mean_length` is the mean length of the
+    drafts here, None if it is not known."""
 
     name: str
     settings: Mapping[str, Value]
@@ -56,6 +58,7 @@ class ExportedMethod:
     tokenizers_differ: bool = False
     target_gguf: str | None = None
     draft_gguf: str | None = None
+    mean_length: float | None = None
 
     @property
     def tuned_length(self) -> int | None:
@@ -65,7 +68,8 @@ class ExportedMethod:
 
     @property
     def length(self) -> int:
-        return self.tuned_length or LENGTH
+        mean = 0 if self.mean_length is None else round(self.mean_length)
+        return self.tuned_length or mean or LENGTH
 
 
 def methods_of(engine: str) -> list[str]:
@@ -92,7 +96,8 @@ def export(
 
     Returns the options to give to the engine, and notes on what these options cannot express. Where plain decoding is `chosen`
     or the engine supports none of the methods, these are the options for plain decoding, and a note says so.
-    If another method is chosen that the engine does not support, a note says this. `target` and `draft` are the models'
+    If another method is chosen that the engine does not support, a note says this. If that drafts with the draft model, the
+    engine's own method for draft models takes its place, with the mean length of its drafts. `target` and `draft` are the models'
     names (None: no draft model), `heads` are the trained heads by method. With `tokenizers_differ` and with `draft_dtype` (what
     the draft's weights were rounded to, None if they were not) a note says what this means for the engine. `gguf` are the GGUF
     files of the target and the draft model.
@@ -104,16 +109,21 @@ def export(
     reads_gguf = engine in _READING_GGUF
     plain = write_plain(gguf[0] or _TARGET if engine == "llama.cpp" else target)
     replaced = [] if reads_gguf or gguf == (None, None) else [f"{engine} needs the safetensors models in place of GGUF files"]
-    if not usable:
+    stands_in = chosen in tuned and chosen not in known and FOR_DRAFTS in known and _drafts_with(chosen, draft)
+    if not usable and not stands_in:
         return plain, [*replaced, f"{engine} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"]
-    best = max(usable, key=lambda name: tuned[name].measured or tuned[name].predicted)
+    candidates = [FOR_DRAFTS] if stands_in else usable
+    best = max(candidates, key=lambda name: 0.0 if stands_in else tuned[name].measured or tuned[name].predicted)
     if chosen == methods.PLAIN.name:
         note = f"plain decoding is the fastest here, so {engine} decodes plainly; the best of what it has is {best}"
         return plain, [*replaced, note]
     row = methods.find(best)
-    settings = methods.resolve(row, tuned[best].settings)
-    method = ExportedMethod(best, settings.values, target, draft, fitting.get(best), tokenizers_differ, *gguf)
-    notes = _lost(engine, method, settings.policy)
+    mean = tuned[chosen if stands_in else best].draft_length
+    takes_mean = stands_in and (mean is not None or best not in tuned)
+    settings = methods.resolve(row, {"policy": "fixed"} if takes_mean else tuned[best].settings)
+    values = {name: value for name, value in settings.values.items() if not (takes_mean and name == "k")}
+    method = ExportedMethod(best, values, target, draft, fitting.get(best), tokenizers_differ, *gguf, mean)
+    notes = _lost(engine, method, chosen if takes_mean else settings.policy)
     notes += replaced
     needed = [method.target_gguf, method.draft_gguf if row.uses_draft_model else ""]
     if engine == "llama.cpp" and None in needed:
@@ -123,9 +133,22 @@ def export(
     if row.uses_draft_model and draft_dtype is not None:
         notes.append(f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them as they are stored")
     if best != chosen:
-        notes.insert(0, f"{chosen} is chosen here: {best} is only the best of what {engine} has")
+        notes.insert(0, _instead(engine, chosen, best, is_meant=stands_in))
     notes.append("measured with specgen, one prompt at a time: a server that batches has other costs")
     return write(method), notes
+
+
+def _drafts_with(name: str, draft: str | None) -> bool:
+    """Whether the method drafts with the draft model `draft` and keeps the target's output."""
+    row = methods.find(name)
+    return draft is not None and row.uses_draft_model and row.lossless
+
+
+def _instead(engine: str, chosen: str, best: str, *, is_meant: bool) -> str:
+    """Returns the note that another method than the chosen one is exported."""
+    if is_meant:
+        return f"{chosen} is chosen here, which {engine} has not: {best} drafts with the same model"
+    return f"{chosen} is chosen here: {best} is only the best of what {engine} has"
 
 
 def _lost(engine: str, method: ExportedMethod, policy: str | None) -> list[str]:

@@ -26,6 +26,7 @@ GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missi
 PLAIN = "ar"
 AS_FAST = 0.97  # settings with at least this share of the best expected speed count as equally fast
 EXPECTED_GAIN = 1.1  # an expected speed that is so many times the best measured one is worth a real run
+LEAST_EVIDENCE = 40  # tokens that a method has to generate in real runs before its speed decides anything
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
 SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
 PARALLEL_MARGIN = 1.25  # the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
@@ -177,7 +178,10 @@ class Candidate:
 
     `predicted` is the speed expected from a simulation, `measured` the speed on the real models. `speedup` is measured against
     plain decoding on the same prompts, with the 95 % interval `low` to `high`. All but `predicted` are None if the method was not
-    run on the real models; one prompt gives no interval (see `evidence`). `perplexity` is that of a lossy method's output under
+    run on the real models; one prompt gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on
+    the same `prompts` (their number): `speedup` is `measured` divided by it. `tokens` is the number of tokens that the method
+    generated in them, `draft_length` the mean length of its drafts; None if it is not known. `perplexity` is that of a lossy
+    method's output under
     the target; if there are lossy methods, plain decoding has one too. Otherwise it is None.
     """
 
@@ -189,6 +193,10 @@ class Candidate:
     low: float | None = None
     high: float | None = None
     perplexity: float | None = None
+    plain: float | None = None
+    prompts: int | None = None
+    tokens: int | None = None
+    draft_length: float | None = None
 
     @property
     def lossless(self) -> bool:
@@ -200,10 +208,12 @@ class Candidate:
 
     @property
     def evidence(self) -> Evidence:
-        """What the speed rests on: real runs on several prompts or on one, or else a simulation."""
+        """What the speed rests on: real runs on several prompts or on one, or else a simulation. Several prompts with fewer than
+        `LEAST_EVIDENCE` tokens in all count as one."""
         if self.measured is None:
             return Evidence.SIMULATION
-        return Evidence.ONE_PROMPT if self.low is None else Evidence.SEVERAL_PROMPTS
+        is_short = self.tokens is not None and self.tokens < LEAST_EVIDENCE
+        return Evidence.ONE_PROMPT if self.low is None or is_short else Evidence.SEVERAL_PROMPTS
 
     @property
     def rank(self) -> tuple[Evidence, float]:

@@ -174,12 +174,16 @@ class RealRuns:
         seconds = sum(own.seconds for own, _ in pairs)
         if not tokens or not seconds:
             return candidate
-        speed = tokens / seconds
+        plain_speed = sum(plain.tokens for _, plain in pairs) / sum(plain.seconds for _, plain in pairs)
+        candidate = replace(candidate, measured=tokens / seconds, plain=plain_speed, prompts=len(pairs), tokens=tokens)
         if candidate.name == PLAIN:
-            return replace(candidate, measured=speed, speedup=1.0)
+            return replace(candidate, speedup=1.0)
         table = [(own.tokens, own.seconds, plain.tokens, plain.seconds) for own, plain in pairs]
         speedup, low, high = speedup_interval(table, RESAMPLES)
-        return replace(candidate, measured=speed, speedup=speedup, low=low, high=high)
+        drafts = sum(int(own.line.get("drafts") or 0) for own, _ in pairs)
+        drafted = sum(int(own.line.get("drafted") or 0) for own, _ in pairs)
+        length = drafted / drafts if drafts else None
+        return replace(candidate, speedup=speedup, low=low, high=high, draft_length=length)
 
     def _runs(self, candidate: Candidate) -> Mapping[int, tuple[list[Run], list[Run]]]:
         """Returns the candidate's runs by prompt index, and plain decoding's in the same turns."""

@@ -220,13 +220,10 @@ class Tuner:
         return references
 
     def _not_behind(self, candidates: Sequence[Candidate], runs: RealRuns) -> list[Candidate]:
-        """Returns the candidates that are worth further runs: the default, the fastest one that the user named, and those that
-        were not far behind so far."""
+        """Returns the candidates that are worth further runs: the default, and those that were not far behind so far."""
         speeds = {each.name: runs.measured(each).speedup or 0.0 for each in candidates}
         floor = BEHIND * max(1.0, *(speed for name, speed in speeds.items() if METHODS[name].lossless))
-        named = [name for name in speeds if name != PLAIN and name in (self.request.names or ())]
-        kept = {methods.DEFAULT_METHOD, max(named, key=speeds.__getitem__, default=methods.DEFAULT_METHOD)}
-        return [each for each in candidates if speeds[each.name] >= floor or each.name in kept]
+        return [each for each in candidates if speeds[each.name] >= floor or each.name == methods.DEFAULT_METHOD]
 
     @property
     def real_runs(self) -> int:

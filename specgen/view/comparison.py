@@ -203,7 +203,7 @@ def _tuned(report: Report) -> list[Text]:
     if not counts:
         return []
     most = max(counts.values())
-    said = f"{most} of {len(config.prompts)} prompts chose the settings of {', '.join(counts)} (specgen tune)"
+    said = f"specgen tune chose the settings of {', '.join(counts)} on {most} of these {len(config.prompts)} prompts"
     return [Text(f"{said}: on other prompts they may be less good." if most else f"{said}.", "strong" if most else "quiet")]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
-_FIGURES = 47  # cells of a tuning's table to the right of the method's name
+_FIGURES = 66  # cells of a tuning's table to the right of the method's name
 UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
@@ -343,10 +343,10 @@ def show_tuning(
         details.append(("simulated", f"{counted(outcome.simulated, 'setting')}; their speeds are expected ones"))
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
-        details.append(("not tuned", f"{names}: {reason}"))
+        details.append(("not tuned", _without_name(names, reason)))
     if outcome.missing_seconds > 0 and budget is not None:
         needed = 10 * math.ceil((budget + outcome.missing_seconds) / 10)
-        details.append(("would help", f"--budget {needed}, for what was left out for lack of time"))
+        details.append(("more time", f"--budget {needed}, for what was left out for lack of time"))
     pair = outcome.pair
     if pair is not None and pair.draft is not None and pair.found and METHODS[outcome.chosen.name].uses_draft_model:
         details.append(("drafted by", one_line(pair.draft.name)))
@@ -362,6 +362,11 @@ def show_tuning(
         console.print(line, soft_wrap=True)
 
 
+def _without_name(names: str, reason: str) -> str:
+    """Returns `names: reason`, but the reason alone if it begins with the names."""
+    return reason if reason.startswith(f"{names} ") else f"{names}: {reason}"
+
+
 def _ran(outcome: TuningOutcome) -> str:
     """Returns in words what was really run, such as `ar, adaptive: 12 runs of up to 24 tokens`."""
     names = [each.name for each in outcome.methods if each.measured is not None]
@@ -372,19 +377,22 @@ def _ran(outcome: TuningOutcome) -> str:
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
-    """Returns a line per method: its tokens per second, measured or else expected by simulation, and its measured speedup over
-    plain decoding with the interval. Measured ones come first. Settings for which `width` cells are too few are left out."""
-    rows: list[list[str | Text]] = [["tokens/s", "measured", "expected", "speedup", ""]]
+    """Returns a line per method: its tokens per second, measured or else expected by simulation, those of plain decoding in the
+    same turns, the number of prompts, and its measured speedup over plain decoding with the interval. Measured ones come first.
+    Settings for which `width` cells are too few are left out."""
+    rows: list[list[str | Text]] = [["tokens/s", "measured", "ar there", "prompts", "expected", "speedup", ""]]
     for method in sorted(outcome.methods, key=lambda each: (each.measured is None, -(each.measured or each.predicted))):
         name = method.written if len(method.written) <= width - _FIGURES else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
+        plain = "" if method.plain is None else f"{method.plain:.1f}"
+        prompts = "" if method.prompts is None else str(method.prompts)
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
         remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
         remarks += [] if method.lossless else ["lossy"]
         label = Text(name, "strong" if method == outcome.chosen else "none")
         expected = f"{method.predicted:.1f}" if method.measured is None else ""
-        rows.append([label, measured, expected, speedup, Text(", ".join(remarks), "quiet")])
-    return table(rows, left=(0, 4))
+        rows.append([label, measured, plain, prompts, expected, speedup, Text(", ".join(remarks), "quiet")])
+    return table(rows, left=(0, 6))
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
@@ -422,7 +430,8 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
 
 def _hope(outcome: TuningOutcome, promising: Candidate) -> str:
     """Returns the speedup of a method that too few real runs confirm, in words."""
-    known_from = "expected" if promising.evidence is Evidence.SIMULATION else "on one prompt"
+    few = "in few tokens" if promising.low is not None else "on one prompt"
+    known_from = "expected" if promising.evidence is Evidence.SIMULATION else few
     return f"{outcome.speedup_of(promising):.2f}× {known_from}"
 
 
@@ -434,12 +443,17 @@ def _use(outcome: TuningOutcome) -> str:
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
+    """Returns what explains the result by the costs of passes; nothing if they contradict it."""
     if outcome.speedup_model is None:
         return []
+    needed = outcome.speedup_model.break_even_acceptance(1)
+    accepted = outcome.acceptance_probability
+    expects_gain = needed is not None and (accepted is None or accepted >= needed)
+    if outcome.best.speedup is not None and (outcome.best.speedup > 1) != expects_gain:
+        return []  # the times of single passes do not explain what was measured
     what = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
     text = f"a {what} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
-    needed = outcome.speedup_model.break_even_acceptance(1)
     text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
-    if outcome.acceptance_probability is not None:
-        text += f", here {outcome.acceptance_probability:.0%}"
+    if accepted is not None:
+        text += f", here {accepted:.0%}"
     return [("why", text)]
