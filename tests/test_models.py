@@ -73,7 +73,9 @@ def test_the_fewest_threads_that_are_nearly_the_fastest_are_chosen(
 ) -> None:
     clock, threads = [0.0], [4]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = [1.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: clock[0] * share[0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))
     sample = pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1 / speedups[threads[0]]))
@@ -81,6 +83,8 @@ def test_the_fewest_threads_that_are_nearly_the_fastest_are_chosen(
     assert sample.is_steady
     assert (threads, choice.threads) == ([4], chosen)
     assert choice.seconds == pytest.approx({number: 0.1 / speedups.get(number, 1) for number in (1, 2, 4)})
+    share[0] = 0.5  # a neighbour takes half of the processor, evenly
+    assert not pick_threads(lambda: clock.__setitem__(0, clock[0] + 0.1)).is_steady
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert pick_threads(lambda: pytest.fail("nothing to time")).value == ThreadChoice(4, "OMP_NUM_THREADS is set")
 

@@ -242,6 +242,9 @@ class ThreadChoice:
 def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
+    The sample's spread is that of the times, or the time with one thread over its own processor time if that is more: beside
+    busy programs all times may be long, and evenly, but the thread then waits for a processor.
+
     `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
     gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
     measured to be twenty times slower. Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not
@@ -253,9 +256,14 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     if all_threads == 1:
         return Sample(ThreadChoice(1, "torch has one"), 0, 1.0)
 
+    single = ProcessorShare()
+
     def run(threads: int) -> None:
         torch.set_num_threads(threads)
-        work()
+        if threads == 1:
+            single.time(work)
+        else:
+            work()
 
     first = timed({all_threads: partial(run, all_threads)}, 1, 0.0, fewest=1, most=1)[all_threads][0]
     if first > _MAX_SECONDS:
@@ -266,7 +274,28 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
     torch.set_num_threads(all_threads)
     choice = ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
-    return Sample(choice, min(map(len, samples.values())), max(map(spread, samples.values())))
+    scatter = max(map(spread, samples.values()))
+    return Sample(choice, min(map(len, samples.values())), max(scatter, single.wait))
+
+
+class ProcessorShare:
+    """How much longer work took than the processor time of the thread that did it."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._own_seconds = 0.0
+
+    def time(self, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        own_start = time.thread_time()
+        work()
+        self._own_seconds += time.thread_time() - own_start
+        self._seconds += time.perf_counter() - start
+
+    @property
+    def wait(self) -> float:
+        """Seconds that passed over seconds of processor time: 1 on a quiet machine, and where nothing was measured."""
+        return self._seconds / self._own_seconds if self._own_seconds > 0 else 1.0
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:
