@@ -77,6 +77,18 @@ def test_a_folder_with_several_models_lists_them_and_says_how_to_name_one(tmp_pa
     assert "has no GGUF model Q5_0, but a-Q4_0.gguf, b-Q8_0.gguf" in refusal(f"{folder}:Q5_0")
 
 
+def test_a_missing_file_is_called_a_file_and_those_beside_it_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, ["a-Q4_1.gguf"])
+    missing = tmp_path / "a-Q4_0.gguf"
+    for name in (missing, f"{missing}:Q4_1"):
+        assert refusal(name) == f"there is no file {missing}. Check the path; beside it: a-Q4_1.gguf"
+    assert refusal(tmp_path / "no" / "a.gguf") == f"there is no file {tmp_path}/no/a.gguf. Check the path"
+    assert "a-Q4_1.gguf is a file, in which :Q4_1 names nothing. Leave" in refusal(f"{tmp_path}/a-Q4_1.gguf:Q4_1")
+    monkeypatch.chdir(tmp_path)
+    assert "beside it: a-Q4_1.gguf" in refusal("a-Q4_0.gguf")
+    assert "there is no folder" in refusal(tmp_path / "a")
+
+
 def test_an_existing_path_wins_over_what_a_colon_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fill(tmp_path, ["lab/tiny:Q4_0/one.gguf", "lab/tiny/a-Q4_0.gguf", "name@v2:x"])

@@ -87,15 +87,44 @@ def test_the_same_command_continues_where_it_was_interrupted(generate: Generate,
 
 
 @pytest.mark.parametrize("changed", [["-n", "8"], ["-m", "ar"], ["--set", "k=2"], ["--chat"]])
-def test_another_commands_trace_is_written_anew(generate: Generate, tmp_path: Path, changed: list[str]) -> None:
+def test_another_commands_trace_is_written_anew_only_if_it_is_finished(
+    generate: Generate, tmp_path: Path, changed: list[str]
+) -> None:
     trace = tmp_path / "trace.jsonl"
     generate("--trace", str(trace))
-    lines = trace.read_text(encoding="utf-8").splitlines(keepends=True)
-    trace.write_text("".join(lines[:-1]), encoding="utf-8")
+    whole = trace.read_text(encoding="utf-8")
+    cut = "".join(whole.splitlines(keepends=True)[:-1])
+    trace.write_text(cut, encoding="utf-8")
+    code, out, err = generate("--json", "--trace", str(trace), *changed)
+    assert (code, out, trace.read_text(encoding="utf-8")) == (2, "", cut)
+    assert f"the trace {trace} holds an interrupted run of other prompts or options (sd, 2 finished answers). Name" in err
+
+    trace.write_text(whole, encoding="utf-8")
     _, out, err = generate("--json", "--trace", str(trace), *changed)
+    assert f"{trace} is written anew" in err
     assert "continuing" not in err
     assert len(parsed(out)) == 3
     assert sum(line["type"] == "start" for line in parsed(trace.read_text(encoding="utf-8"))) == 3
+
+
+def test_a_file_with_only_the_first_prompts_does_not_overwrite_an_interrupted_run(
+    generate: Generate, tmp_path: Path, prompts: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    generate("--trace", str(trace))
+    cut = "".join(trace.read_text(encoding="utf-8").splitlines(keepends=True)[:-1])
+    trace.write_text(cut, encoding="utf-8")
+    prompts.write_text(json.dumps(PROMPTS[0]) + "\n")
+    code, _, _ = generate("--trace", str(trace))
+    assert (code, trace.read_text(encoding="utf-8")) == (2, cut)
+
+
+def test_a_run_that_was_interrupted_in_its_first_answer_begins_again(generate: Generate, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    generate("--trace", str(trace))
+    trace.write_text(trace.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
+    code, out, _ = generate("--json", "--trace", str(trace))
+    assert (code, len(parsed(out))) == (0, 3)
 
 
 def test_an_interruption_says_how_to_continue(generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,21 +79,42 @@ class PromptsFile:
                     self._err.print()
 
     def _continue(self, path: Path, trace: TraceWriter) -> None:
-        """Takes over the finished runs in a trace that this command wrote before it was interrupted. Any other trace is written
-        anew."""
+        """Takes over the finished runs in a trace that this command wrote before it was interrupted. A trace without
+        interrupted answers is written anew.
+
+        Raises SpecgenError if another command was interrupted, because its answers would be lost.
+        """
         if not path.is_file():
             return
+        runs: list[TracedRun] = []
         with suppress(SpecgenError):
-            for run, prompt, request in zip(read_trace(path), self._prompts, self._requests, strict=False):
-                if run.finish_reason in (None, "interrupted") or not self._is_of(run.start, prompt, request):
-                    break
+            for run in read_trace(path):
                 run.rounds.clear()
-                self._finished.append(run)
+                runs.append(run)
+
+        own = 0  # of the first runs
+        for run, prompt, request in zip(runs, self._prompts, self._requests, strict=False):
+            if not self._is_of(run.start, prompt, request):
+                break
+            own += 1
+            if not _is_finished(run):
+                break
+            self._finished.append(run)
+
         if len(self._finished) == len(self._prompts):  # nothing was interrupted
             self._finished.clear()
         if self._finished:
             trace.keep = self._finished[-1].end
             self._say(f"continuing {path}, which has {counted(len(self._finished), 'answer')}")
+            return
+        if own < len(runs) and not _is_finished(runs[-1]) and runs[-1].start.get("prompt_index") is not None:
+            held = counted(sum(map(_is_finished, runs)), "finished answer")
+            raise SpecgenError(
+                f"the trace {path} holds an interrupted run of other prompts or options ({runs[0].method}, {held})",
+                "Name another file, or delete this one",
+            )
+        if runs:
+            self._say(f"{path} is written anew: it holds nothing to continue")
 
     def _interruption(self, answered: int) -> str:
         hint = "with --trace FILE.jsonl the same command continues it"
@@ -139,6 +160,10 @@ class PromptsFile:
     def _say(self, text: str) -> None:
         if not self._output.quiet:
             self._err.print(Text(text, "quiet"), soft_wrap=True)
+
+
+def _is_finished(run: TracedRun) -> bool:
+    return run.finish_reason not in (None, "interrupted")
 
 
 def keys_of(prompt: Prompt) -> dict[str, Any]:

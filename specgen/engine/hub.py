@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.engine.gguf.file import is_gguf
-from specgen.engine.gguf.naming import choose_gguf, gguf_in_folder, has_safetensors, split_selector
+from specgen.engine.gguf.naming import SUFFIX, choose_gguf, gguf_beside, gguf_in_folder, has_safetensors, split_selector
 
 GGUF_HINT = "Name the GGUF file itself: -t FOLDER/FILE.gguf"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
@@ -52,7 +52,13 @@ def model_path(name: str, revision: str | None, offline: bool, remote_code: bool
         return _local_model(base, selector, revision)
     if selector is None and _kind(base) == "file":
         return _local_file(base, revision)
-    if base.startswith((".", "/", "~")) or base.count("/") > 1 or (os.sep != "/" and os.sep in base):
+    if selector is not None and _kind(base) == "file":
+        raise SpecgenError(f"{base} is a file, in which :{selector} names nothing", f"Leave out :{selector}")
+    is_path = base.startswith((".", "/", "~")) or base.count("/") > 1 or (os.sep != "/" and os.sep in base)
+    folder = Path(base).expanduser().parent
+    if base.lower().endswith(SUFFIX) and (is_path or folder.is_dir()):
+        raise SpecgenError(f"there is no file {base}", f"Check the path{gguf_beside(folder)}")
+    if is_path:
         raise SpecgenError(f"there is no folder {name}", "Check the path, or name a model id such as Qwen/Qwen3-0.6B")
     return _hub_model(base, selector, revision, offline, remote_code, announce)
 

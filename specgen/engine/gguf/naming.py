@@ -105,6 +105,14 @@ def gguf_models(files: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
+def gguf_beside(folder: Path) -> str:
+    """Returns the GGUF models in a folder as the end of a hint; empty if there are none, or no folder."""
+    if not folder.is_dir():
+        return ""
+    models = gguf_models(path.name for path in files_in(folder, "*"))
+    return f"; beside it: {_listed(models)}" if models else ""
+
+
 def _is_meant(model: Sequence[str], selector: str) -> bool:
     """Whether `selector` is the name of one of the model's files, or a tag in the first's name."""
     if selector.lower().endswith(SUFFIX):
