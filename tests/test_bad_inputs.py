@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import examples_file
 from specgen.engine.weights import check_no_extra
 
 LONG, LATIN_1, NINES = "a" * 5000, os.fsdecode(b"caf\xe9"), "9" * 400
@@ -85,8 +86,8 @@ LIGHT = [
     row("inspect nowhere.jsonl --html nowhere/page.html", "cannot write the page"),
     generate("another", "another", "--help"),
     generate("--tempratur 1", "--tempratur", "--temperature"),
-    generate("-n 0", "max_new_tokens is 0", "between 1"),
-    generate(f"-n {NINES}", "max_new_tokens is 999", "between 1"),
+    generate("-n 0", "-n (--max-new-tokens) is 0", "between 1"),
+    generate(f"-n {NINES}", "-n (--max-new-tokens) is 999", "between 1"),
     generate("--temperature nan", "temperature is nan", "between 0"),
     generate("--temperature 1e-9", "temperature is 1e-09", "0 for greedy decoding"),
     generate("--top-p 0", "top_p is 0", "above 0"),
@@ -174,6 +175,9 @@ LIGHT = [
     prompts("prompts:\n  - prompt: a\n   bad", "{file}", "line 3", "not YAML"),
     prompts("prompts: 5", "no list of prompts"),
     prompts("prompts: []", "no prompts"),
+    prompts("\n", "p.txt is empty", "on each line", str(examples_file()), name="p.txt"),
+    prompts("prompts: {}", "no list of prompts", str(examples_file())),
+    prompts("prompts: a".encode("utf-16"), "p.yaml is UTF-16, not UTF-8", "iconv -f UTF-16", "PowerShell"),
     prompts("prompts:\n  - prompt: [1]", "prompt 1: prompt", "it is a list of 1"),
     prompts("prompts:\n  - text: a", "neither `prompt` nor `turns`"),
     prompts("prompts:\n  - prompt: ' '", "the prompt is empty"),
@@ -199,6 +203,8 @@ LIGHT = [
     prompts("prompts: " + "9" * 5000, "a value does not fit its type"),
     *(prompts(f"prompts: {number}", "no list of prompts") for number in ("0x" + "f" * 5000, ":".join(["59"] * 3000))),
     trace(lambda _: "\n\n", "holds no run"),
+    trace(lambda _: b"%PDF-1.7\n", "t.jsonl is a PDF", "Name an unchanged file from --trace"),
+    trace(lambda text: text.encode("utf-16"), "t.jsonl is UTF-16"),
     trace(lambda _: "{", "line 1 is not JSON"),
     trace(lambda text: text + '"round"\n', "line 9: it has to be an object"),
     trace(lambda text: text.encode() + b"\xff\xfe{}\n{}\n", "line 9 is not JSON"),

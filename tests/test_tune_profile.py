@@ -256,6 +256,7 @@ def test_a_profile_for_another_dtype_or_sampling_is_said_not_to_be_used(
     assert "it is not used" not in generated(pair)
     assert "tuned: svip" not in generated(pair, "--profile", "none")
     assert "was made for temperature 0, and this run has 1; it is not used" in generated(pair, "--temperature", "1")
+    assert "it is not used" not in generated(pair, "--temperature", "1", "-m", "sd"), "the user chose"
 
 
 def test_in_python_calls_without_a_method_take_the_profile_that_fits(

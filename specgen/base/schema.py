@@ -64,13 +64,21 @@ def decoded(data: bytes, where: str) -> str:
 
     Raises SpecgenError if they are a PDF or not UTF-8.
     """
-    if data.startswith(b"%PDF-"):
-        raise SpecgenError(f"{where} is a PDF", "Take the text out of it first: pdftotext FILE.pdf FILE.txt")
+    check_begin(data, where)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"{where} is not UTF-8 (at byte {error.start:,})"
         raise SpecgenError(problem, "Convert it first, for instance with iconv") from error
+
+
+def check_begin(data: bytes, where: str, hint: str = "") -> None:
+    """Raises SpecgenError if a file that begins with `data` is a PDF or UTF-16. `hint` replaces the usual way out."""
+    if data.startswith(b"%PDF-"):
+        raise SpecgenError(f"{where} is a PDF", hint or "Take the text out of it first: pdftotext FILE.pdf FILE.txt")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        way_out = "Convert it with iconv -f UTF-16 -t UTF-8, or in PowerShell write it with Out-File -Encoding utf8"
+        raise SpecgenError(f"{where} is UTF-16, not UTF-8", hint or way_out)
 
 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:

@@ -71,6 +71,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             tuned_for=tuned_for,
             remembered=True,
             find=_looked_for(chosen, sequential=sequential),
+            is_method_named=named is not None,
         )
         opened.enter_context(pair)
         text = "" if prompt is None else prompt.text()

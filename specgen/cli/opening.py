@@ -47,6 +47,7 @@ def open_pair(
     tuned_for: SamplingParams | None = None,
     remembered: bool = False,
     find: bool | Finding = "untried",
+    is_method_named: bool = False,
 ) -> tuple[Pair, Profile | None]:
     """Loads the models and runs them once to warm them up, with a progress line on the console `err`. Returns the pair, and the
     profile for sampling as in `tuned_for`; None if there is no profile, or if `tuned_for` is None.
@@ -55,7 +56,7 @@ def open_pair(
     process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
     in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
     --draft-dtype is given. `remembered`: see `Pair.warm_up`. `find` says what to look for where no drafter is named: see
-    `specgen.load`.
+    `specgen.load`. `is_method_named`: nothing is said about a profile that does not fit, unless the user named it.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -76,7 +77,9 @@ def open_pair(
 
             pair = with_tuned_draft(pair, tuned_for, models.profile, (models.dtype, models.draft_dtype), process)
             may_round = models.draft_dtype is None and models.has_draft
-            profile = find_profile(pair, tuned_for, models.profile, note, any_draft_dtype=may_round)
+            is_silent = is_method_named and models.profile is None
+            why_not = (lambda _: None) if is_silent else note
+            profile = find_profile(pair, tuned_for, models.profile, why_not, any_draft_dtype=may_round)
             if profile is not None:
                 pair, profile = _with_profile(pair, profile, process, note)
         pair.warm_up(loading.announce, sequential=sequential, parallel=parallel, remembered=remembered)

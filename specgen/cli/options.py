@@ -252,7 +252,11 @@ class SamplingOptions:
     def params(self) -> SamplingParams:
         """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
         limit = MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
-        return SamplingParams(**(asdict(self) | {"max_new_tokens": limit}))
+        try:
+            return SamplingParams(**(asdict(self) | {"max_new_tokens": limit}))
+        except SpecgenError as error:
+            message = error.message.replace("max_new_tokens", "-n (--max-new-tokens)")
+            raise SpecgenError(message, error.hint) from error
 
 
 @dataclass(frozen=True)

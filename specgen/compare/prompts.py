@@ -20,7 +20,6 @@ LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
 UNCATEGORISED = "other"
 # texts in SPEED-Bench's published files where the licence of the source asks for a download
 _PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{article}")
-_FORMS = 'Write {"prompt": "…"} on each line or, in YAML, prompt: … as examples.yaml does'
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def load_prompts(
     path = examples_file() if path is None else path
     questions = list(_questions(path))
     if not questions:
-        raise SpecgenError(f"{path} holds no prompts", "Write some: the top of examples.yaml shows how")
+        raise SpecgenError(f"{path} holds no prompts", f"Write some: the top of {examples_file()} shows how")
     if category is not None:
         known = list(dict.fromkeys(turns[0].category for turns in questions))
         if category not in known:
@@ -92,6 +91,11 @@ def load_prompts(
     questions = own or questions
     kept = questions if limit is None else _in_turn(questions, limit)
     return [prompt for turns in kept for prompt in (turns if all_turns else turns[:1])]
+
+
+def _forms() -> str:
+    """Returns a hint: how to write prompts."""
+    return f'Write {{"prompt": "…"}} on each line or, in YAML, prompt: … as {examples_file()} does'
 
 
 def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
@@ -108,10 +112,10 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
     """Yields each question in the file as the list of its turns."""
     first = 0
     for where, entry in _entries(path):
-        question = schema.check(entry, _Question, where, _FORMS)
+        question = schema.check(entry, _Question, where, _forms())
         texts = tuple(question.turns or []) if question.prompt is None else (question.prompt,)
         if not texts:
-            raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _FORMS)
+            raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _forms())
         if not all(text.strip() for text in texts):
             raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
         if any(placeholder in text for text in texts[:1] for placeholder in _PLACEHOLDERS):
@@ -128,14 +132,16 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
     """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3` or `prompt 3`."""
     is_lines = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     text = schema.read_text(path, "prompts", "Name a YAML or JSONL file", LARGEST_JSONL if is_lines else LARGEST_YAML)
+    if not text.strip():
+        raise SpecgenError(f"{path} is empty", _forms())
     if is_lines or (path.suffix.lower() not in (".yaml", ".yml") and text.lstrip()[:1] == "{"):
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield f"{path}, line {number}", line
         return
-    document = schema.parse_yaml(text, str(path), _FORMS)
+    document = schema.parse_yaml(text, str(path), _forms())
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):
-        raise SpecgenError(f"{path} holds no list of prompts", "Write a list under `prompts:`, as examples.yaml does")
+        raise SpecgenError(f"{path} holds no list of prompts", f"Write a list under `prompts:`, as {examples_file()} does")
     for number, entry in enumerate(entries, start=1):
         yield f"{path}, prompt {number}", json.dumps({"prompt": entry} if isinstance(entry, str) else entry, default=str)

@@ -213,6 +213,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
                 where, is_complete = f"{path}, line {number:,}", data.endswith(b"\n")
                 if len(data) == LONGEST_LINE and not is_complete:
                     _refuse(where, f"it is longer than {LONGEST_LINE >> 20} MiB")
+                if number == 1:
+                    schema.check_begin(data, f"the trace {path}", _HINT)
                 if not data.strip():
                     continue
                 try:
