@@ -22,7 +22,9 @@ from specgen.base import files
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
+from specgen.cli.opening import tuned_specs
 from specgen.cli.tune import json_line
+from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.methods.learned_drafting import DraftingCosts
@@ -206,6 +208,16 @@ def test_compare_says_how_many_of_its_prompts_chose_the_settings(
     assert {line["method"]: line["tuned_on"] for line in lines} == expected
     assert {line["method"]: line["settings"].get("k") for line in lines if line["method"][:2] == "sd"} == ks
     assert "on 1 of these 3 prompts" in " ".join(compared("--resume", str(trace)).split())
+
+
+def test_documented_defaults_do_not_count_as_tuned(folder: Path) -> None:
+    found = profiles.load(folder)
+    measured = found.measured.model_copy(update={"prompt_fingerprints": ["a"]})
+    for ngram, expected in ((3, None), (2, frozenset("a"))):
+        lookup = found.methods["lookup"].model_copy(update={"settings": {"ngram": ngram}})
+        changed_one = found.model_copy(update={"methods": {"lookup": lookup}, "measured": measured})
+        (spec,), _ = tuned_specs(changed_one, [parse_spec(f"lookup:ngram={ngram}")], keep=True)
+        assert spec.tuned_on == expected
 
 
 def test_named_methods_keep_their_defaults_in_compare(
