@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from families import exit_layers_of, make_model, random_predictor, save
+from families import IS_OLD_TRANSFORMERS, exit_layers_of, make_model, random_predictor, save
 from head_layouts import write_head
 from runner_checks import four_layers, uncached
 from safetensors.torch import load_file, save_file
@@ -102,7 +102,8 @@ def weakened(module: Any) -> Any:
 
 @cache
 def drafting_target(family: str, backend: str, layout: str, layers: int) -> tuple[Any, LoadedModel, Any]:
-    """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout."""
+    """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout
+    (None where the installed version lacks it)."""
     _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
     own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
     module = weakened(make_model(family))
@@ -115,7 +116,8 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
         module.config.mtp_layer_types = module.config.layer_types[-1:] * layers
     last = range(module.config.num_hidden_layers, module.config.num_hidden_layers + layers)
     module._keys_to_ignore_on_load_unexpected = [rf"^model\.layers\.{number}\." for number in last]
-    return module, opened(own, backend), MtpModel.from_pretrained(module)
+    reference = None if IS_OLD_TRANSFORMERS else MtpModel.from_pretrained(module)
+    return module, opened(own, backend), reference
 
 
 class Part:

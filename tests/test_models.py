@@ -12,10 +12,12 @@ from cli_helpers import run_main
 from families import BACKENDS, CONTEXT, VOCAB, make_model, plain, save
 from runner_checks import TOLERANCE, uncached
 from transformers import AutoModelForCausalLM, GenerationConfig
+from typer.testing import CliRunner
 
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
+from specgen.cli.app import app
 from specgen.engine import devices, dtype_choice
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.dtype_choice import choose_dtype
@@ -55,6 +57,8 @@ def test_a_longrope_run_never_crosses_the_rope_boundary(tmp_path: Path, backend:
     assert (shape.context_limit, shape.rope_boundary) == (CONTEXT, 32)
     short = pair.request([5] * 20, "lookup", SamplingParams(max_new_tokens=60), k=10)
     assert short.limit == 13, "the token after the boundary is never run"
+    result = CliRunner().invoke(app, ["generate", "-t", str(tmp_path), "--backend", backend, "-n", "60", "--ignore-eos", "abc"])
+    assert "(no draft model, 33 tokens: LongRoPE changes there)" in result.stderr, "one line says why the text ends"
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 10)
     text = [5 + token % 7 for token in range(60)]
     for length in (36, 15, 60, 32, 33, 31, 20):  # prefixes of each other, which share no cache across the boundary

@@ -147,6 +147,8 @@ def load_module(
     source: dict[str, Any] = {"pretrained_model_name_or_path": prepared.folder, "use_safetensors": True}
     if is_gguf(prepared.folder):
         source = _gguf_source(prepared.folder, name)
+    if _score_cap(prepared) is not None:
+        options["attn_implementation"] = "eager"  # another one ignores the cap; old versions of transformers take it nevertheless
     if layer_devices is not None:
         options["device_map"] = module_devices(model_without_weights(config, trust), name, layer_devices)
     with reading("weights", name):
@@ -182,6 +184,13 @@ def _check_size(prepared: Any) -> None:
     stored = sum(prod(dimensions) for dimensions, _ in stored_tensors(prepared.folder).values())
     if prepared.quantisation is None and stored < shape.vocab_size * shape.hidden_size // 8:
         raise SpecgenError(f"{prepared.name} lacks most of the tensors that its config.json describes", AGAIN)
+
+
+def _score_cap(prepared: Any) -> float | None:
+    """Returns what caps the scores of the model's attention (Gemma 2); None if nothing does."""
+    if prepared.architecture is not None:
+        return prepared.architecture.score_cap  # type: ignore[no-any-return]
+    return getattr(prepared.transformers_config.get_text_config(), "attn_logit_softcapping", None)
 
 
 def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:
