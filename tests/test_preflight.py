@@ -162,8 +162,9 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypat
     assert min(draft, *seconds.values()) > 0
     assert found["pearl_window"] == min(LONGEST_WINDOW, max(1, round(found["cost_ratio"])))
     for k in range(1, 16):
-        rate = (k * draft + seconds[k + 1] - seconds[1]) / (k * seconds[1])
-        expected = max(0.0, rate) if rate < 1 else None
+        verifying = max(0.0, seconds[k + 1] - seconds[1])
+        rate = (k * draft + verifying) / (k * seconds[1])
+        expected = rate if rate < 1 else None
         assert found["pays_from"][str(k)] == (None if expected is None else pytest.approx(expected))
     for entry in found["expected"]:
         chance, k = entry["acceptance"], entry["draft_length"]

@@ -29,7 +29,7 @@ pytestmark = needs_published_model
 Message = dict[str, str]
 RunMain = Callable[..., tuple[int, str, str]]
 
-COUNT = 16  # new tokens
+COUNT = 12  # new tokens
 QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
 COPYING: list[Message] = [{"role": "user", "content": "Repeat this twice: the quick brown fox jumps over the lazy dog."}]
 EXIT_DEPTH = 3  # the layer after which the untrained exit drafts
@@ -122,7 +122,8 @@ def test_lossless_methods_give_the_ids_of_transformers(written: str, draft: str,
             generated(pair_with(draft), written, prompt_of(QUESTION))
         return
     pair = head_pair(heads(name)) if name in HEADS else pair_with(draft)
-    for messages in (QUESTION, COPYING):
+    copies = draft == "none"  # drafts that the text itself suggests
+    for messages in (QUESTION, COPYING) if copies else (QUESTION,):
         assert generated(pair, written, prompt_of(messages)) == expected(json.dumps(messages))
 
 

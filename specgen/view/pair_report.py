@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _LEAD = 13  # cells for the label before the text of a line
 _FIGURES = 66  # cells of a tuning's table to the right of the method's name
+_FEW_FIGURES = 47  # without plain decoding's speed and the number of prompts
+_FULL_TABLE = 80  # cells, from which a tuning's table has all columns
 UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
@@ -379,10 +381,13 @@ def _ran(outcome: TuningOutcome) -> str:
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
     """Returns a line per method: its tokens per second, measured or else expected by simulation, those of plain decoding in the
     same turns, the number of prompts, and its measured speedup over plain decoding with the interval. Measured ones come first.
-    Settings for which `width` cells are too few are left out."""
-    rows: list[list[str | Text]] = [["tokens/s", "measured", "ar there", "prompts", "expected", "speedup", ""]]
+    Settings for which `width` cells are too few are left out, and on narrow terminals plain decoding's speed and the prompts."""
+    is_full = width >= _FULL_TABLE
+    figures = _FIGURES if is_full else _FEW_FIGURES
+    basis: list[str | Text] = ["ar there", "prompts"] if is_full else []
+    rows: list[list[str | Text]] = [["tokens/s", "measured", *basis, "expected", "speedup", ""]]
     for method in sorted(outcome.methods, key=lambda each: (each.measured is None, -(each.measured or each.predicted))):
-        name = method.written if len(method.written) <= width - _FIGURES else method.name
+        name = method.written if len(method.written) <= width - figures else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         plain = "" if method.plain is None else f"{method.plain:.1f}"
         prompts = "" if method.prompts is None else str(method.prompts)
@@ -391,8 +396,9 @@ def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
         remarks += [] if method.lossless else ["lossy"]
         label = Text(name, "strong" if method == outcome.chosen else "none")
         expected = f"{method.predicted:.1f}" if method.measured is None else ""
-        rows.append([label, measured, plain, prompts, expected, speedup, Text(", ".join(remarks), "quiet")])
-    return table(rows, left=(0, 6))
+        basis = [plain, prompts] if is_full else []
+        rows.append([label, measured, *basis, expected, speedup, Text(", ".join(remarks), "quiet")])
+    return table(rows, left=(0, len(rows[0]) - 1))
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
