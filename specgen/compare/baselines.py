@@ -9,7 +9,7 @@ pass yields one token that was not drafted, so accepted tokens = generated token
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,8 @@ def run_baseline(
     options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
     for module in filter(None, (target, assistant)):
         module.generation_config.stop_strings = None  # transformers would ask for a tokenizer; they are in `sampling`
-    stops = StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids)
-    end = _StopText(stops, len(prompt_ids))
-    if stops is not None:
+    end = _StopText(lambda: StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids), len(prompt_ids))
+    if sampling.stop:
         options["stopping_criteria"] = [end]
     torch.manual_seed(seed)
     verbosity = logging.get_verbosity()
@@ -81,7 +80,7 @@ def run_baseline(
         finally:
             logging.set_verbosity(verbosity)
         seconds = time.perf_counter() - start
-    token_ids = end.seen if end.is_reached else token_ids
+    token_ids = end.seen if end.is_reached_by(token_ids) else token_ids
     reason = "eos" if token_ids and token_ids[-1] in pair.target.eos_ids else "length"
     passes, drafted = len(target_passes), len(draft_passes)
     return {
@@ -97,20 +96,33 @@ def run_baseline(
 
 
 class _StopText:
-    """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that completes it."""
+    """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that completes it.
 
-    def __init__(self, texts: StopTexts | None, prompt_length: int) -> None:
-        self._texts = texts
+    `make` makes what finds the stop texts. Some versions of transformers also ask for drafts, which may be rejected.
+    """
+
+    def __init__(self, make: Callable[[], StopTexts | None], prompt_length: int) -> None:
+        self._make = make
+        self._texts = make()
         self._begin = prompt_length
         self.seen: list[int] = []
         self.is_reached = False
 
     def __call__(self, ids: torch.Tensor, _scores: object) -> torch.Tensor:
-        for token in ids[0, self._begin + len(self.seen) :].tolist():
-            if not self.is_reached:
-                self.seen.append(token)
-                self.is_reached = self._texts is not None and self._texts.completed_by(token)
-        return ids.new_full((1,), self.is_reached).bool()
+        return ids.new_full((1,), self.is_reached_by(ids[0, self._begin :].tolist())).bool()
+
+    def is_reached_by(self, tokens: list[int]) -> bool:
+        """Whether these new tokens complete a stop text."""
+        if tokens[: len(self.seen)] != self.seen:
+            self._texts = self._make()
+            self.seen = []
+            self.is_reached = False
+        for token in tokens[len(self.seen) :]:
+            if self._texts is None or self.is_reached:
+                break
+            self.seen.append(token)
+            self.is_reached = self._texts.completed_by(token)
+        return self.is_reached
 
 
 def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any]:
