@@ -141,10 +141,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {**_ONE, **_GRANITE, "tie_word_embeddings": True},
     ],
 }
-if IS_OLD_TRANSFORMERS:  # it computes others for these configs
-    for _family in ("gemma", "minimax_m2", "gpt_oss"):
-        del VARIANTS[_family]
-CASES = [pytest.param(family, index, id=f"{family}-{index}") for family in VARIANTS for index in range(len(VARIANTS[family]))]
+# The oldest supported versions of transformers compute other logits for configs of these families.
+WRONG = ("gemma", "minimax_m2", "gpt_oss") if IS_OLD_TRANSFORMERS else ()
+CASES = [
+    pytest.param(family, index, id=f"{family}-{index}")
+    for family in VARIANTS
+    if family not in WRONG
+    for index in range(len(VARIANTS[family]))
+]
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION |= {"image_size": 16, "patch_size": 8}
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {  # the family of the text part, and the other parts of the config

@@ -23,6 +23,9 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.methods import METHODS
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(Gemma4TextConfig, "kv_sharing_modes"), reason="this version of transformers has no such assistants"
+)
 WIDTH, COUNT = 24, 40
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 NONE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "eos_token_id": 2}

@@ -114,6 +114,17 @@ def test_a_limit_of_time_steps_holds_in_passes_of_one_token_too() -> None:
         check(module, runner.logits(context).logits, context, [], [])
 
 
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_a_long_text_does_not_start_from_the_state_of_another(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run in chunks, of which the first are left to the last."""
+    monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
+    module = make_model(family)
+    runner = ModelRunner(model_of(module, "transformers"))
+    for ids in ([1, 5, 6], [2, 5, 6, *range(3, 20)], [2, 5, 7]):
+        context = Context(ids)
+        check(module, runner.logits(context).logits, context, [], [])
+
+
 @pytest.mark.parametrize("family", ["jamba", "recurrent_gemma", "mamba", *(["mamba2"] if IS_OLD_TRANSFORMERS else [])])
 def test_states_that_cannot_be_rolled_back_run_the_text_again(family: str) -> None:
     """Of jamba and mamba, whose states grow token by token, and of recurrent_gemma, which keeps it in its modules."""

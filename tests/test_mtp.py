@@ -63,6 +63,8 @@ def test_drafts_are_those_of_transformers_in_each_round(layers: int, monkeypatch
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("layout", "layers", "family"), TARGETS)
 def test_greedy_ids_are_the_targets_own(layout: str, layers: int, family: str, backend: str) -> None:
+    if IS_OLD_TRANSFORMERS and family.startswith("qwen3_5") and backend == "transformers":
+        pytest.skip("this version of transformers cannot roll its states back, so no head is used")
     module, loaded, _ = drafting_target(family, backend, layout, layers)
     pair, accepted = Pair(loaded, None), 0
     for number in range((TARGETS.index((layout, layers, family)) + 2 * BACKENDS.index(backend)) % 3, len(SETTINGS), 3):

@@ -87,6 +87,9 @@ class TransformersModel:
         """
         if layers is not None:
             return self._layers_forward(layers, inputs, with_head=with_head)
+        if taps and self._fixed is not None:
+            problem = f"heads read hidden states, and {self.module.config.model_type} keeps a state ({self._fixed.what})"
+            raise SpecgenError(f"{problem} that cannot be rolled back", "Take a method without a head: -m lookup")
         if taps:
             self.check_layers("a head on hidden states", last_states_only=set(taps) == {self.shape.num_layers})
         if self._fixed is not None:
@@ -133,10 +136,10 @@ class TransformersModel:
             raise SpecgenError(
                 f"{kept} that cannot be rolled back, so it runs no draft trees", "Take a method without them: -m ar"
             )
+        if not 0 <= cache.end <= first:  # it holds another text's state
+            cache.kept, cache.end = {}, 0
         if last < len(context):
             return ModelOutput(torch.empty(0, device=self.device))
-        if not 0 <= cache.end <= first:
-            cache.kept, cache.end = {}, 0
         begin, cache.end = cache.end, -1
         tokens = (context.ids + draft.tokens)[begin:last]
         pieces, logits = ([token] for token in tokens) if begin else [tokens], []
