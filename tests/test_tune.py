@@ -436,6 +436,14 @@ def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None
     assert replace(found, methods=fast).chosen.name == "ar"
 
 
+def test_a_named_lossy_method_is_really_run_however_slow_it_is_expected_to_be() -> None:
+    default = Candidate("adaptive", {}, 2000.0, 2000.0, 20.0)
+    slow = Candidate("mtad", {"k": 8, "beams": 8}, 10.0)
+    assert tuner.worth_running([PLAIN, default, slow], ["mtad"]) == [slow, default]
+    assert tuner.worth_running([PLAIN, default, slow], []) == [default]
+    assert tuner.worth_running([PLAIN, default, replace(slow, measured=9.0)], ["mtad"]) == [default]
+
+
 def test_tune_takes_the_objective_and_shows_perplexities(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """--json and the profile have plain decoding's perplexity beside the lossy method's."""
     lossy = Candidate("mtad", {"k": 4, "beams": 2, "tau": 0.1}, 120.0, perplexity=1.07)

@@ -12,7 +12,7 @@ and some of what it drafts worse. Both are measured: the costs of rounds, and ho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -483,7 +483,8 @@ class Tuner:
 
         given = {each.written for each in candidates}
         everything = [*candidates, *(each for each in tried.values() if each.written not in given)]
-        selected = self._selected([with_speed(each) for each in everything])
+        usable = [with_speed(each) for each in everything if each.written not in self.left_out]
+        selected = worth_running(usable, self.request.names or ())
         listed = self._affordable(selected, runs)
         if listed:
             used = len(runs.references())
@@ -509,18 +510,6 @@ class Tuner:
         self._later_runs = RealRuns(pair, self.request, self.observer, self._speed)
         return self._later_runs
 
-    def _selected(self, known: Sequence[Candidate]) -> list[Candidate]:
-        """Returns the most promising candidates to run, by their measured or expected speeds, and the default method in any case
-        if it has not run."""
-        named, plain = self.request.names or (), plain_of(known)
-        usable = [each for each in known if each.name != PLAIN and (each.lossless or each.name in named)]
-        usable = [each for each in usable if each.written not in self.left_out]
-        speeds = {each.written: (each.speedup * plain.predicted if each.speedup else each.predicted) for each in usable}
-        found = shortlist([replace(each, predicted=speeds[each.written]) for each in usable])
-        default = [each for each in usable if each.name == methods.DEFAULT_METHOD and each.measured is None]
-        first = [each for each in default if each.written not in {other.written for other in found}]
-        return [*first, *found][:SHORTLIST_SIZE]
-
     def _affordable(self, selected: Sequence[Candidate], runs: RealRuns) -> Sequence[Candidate]:
         """Returns the first of the `selected` candidates that the remaining time is enough for."""
         left = self.request.deadline.left
@@ -530,6 +519,22 @@ class Tuner:
     def _seconds_of(self, count: int, runs: RealRuns) -> float:
         """Returns the seconds of plain decoding and so many other methods on `FEWEST_PROMPTS` prompts, after a warm-up."""
         return (count + 1) * (MARGIN * self._speed.seconds(WARM_UP_TOKENS) + FEWEST_PROMPTS * runs.run_seconds)
+
+
+def worth_running(known: Sequence[Candidate], named: Collection[str]) -> list[Candidate]:
+    """Returns the most promising candidates to run, by their measured or expected speeds.
+
+    `named` are the methods that the user named. Lossy ones of these, and the default method, are returned in any case if they
+    have not run: who names a lossy method wants it for its perplexity, so a low expected speed is no reason to leave it out.
+    """
+    plain = plain_of(known)
+    usable = [each for each in known if each.name != PLAIN and (each.lossless or each.name in named)]
+    speeds = {each.written: (each.speedup * plain.predicted if each.speedup else each.predicted) for each in usable}
+    found = shortlist([replace(each, predicted=speeds[each.written]) for each in usable])
+    promising = {each.written for each in found}
+    missing = [each for each in usable if each.measured is None and each.written not in promising]
+    first = [each for each in missing if each.name == methods.DEFAULT_METHOD or not each.lossless]
+    return [*first, *found][:SHORTLIST_SIZE]
 
 
 def run_second_prompt(candidates: Sequence[Candidate], runs: RealRuns, prompt: Prompt, deadline: Deadline) -> None:
