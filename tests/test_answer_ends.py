@@ -13,7 +13,9 @@ from tokenizer_helpers import load, metaspace, write
 
 import specgen
 from specgen.decoding.run import StopTexts
+from specgen.engine.text.stop_strings import StopStrings
 from specgen.pair.pair import Pair
+from specgen.view.generation import AnswerText
 
 CLOSING = "ç"  # the fourth token of the answer to "hello", which is made a special one
 CLOSED = "{% if m['role'] == 'assistant' %}ç\n{% endif %}"
@@ -55,6 +57,32 @@ def test_a_stop_string_may_be_the_text_of_a_special_token(ends: Pair) -> None:
         answer = ends.generate("hello", "lookup", max_new_tokens=12, stop=["never", written])
         assert (answer.text, len(answer.token_ids), answer.summary["finish_reason"]) == ("L6L", 4, "stop")
     assert ends.tokenizer.special_id("L") is None, "an ordinary token is found in the text"
+
+
+@pytest.mark.parametrize("method", ["ar", "lookup"])
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [
+        (["6L" + CLOSING], "L", 4),
+        (["never", f"L{CLOSING}Q"], "L6", 5),
+        ([CLOSING + "Q"], "L6L", 5),
+        ([f"Q{CLOSING}{CLOSING}h"], "L6L", 8),
+        (["x" + CLOSING], "L6LQhd", 11),
+        (["6" + CLOSING, CLOSING + "x"], "L6LQhdxR", 12),
+    ],
+)
+def test_a_stop_string_may_mix_a_special_token_with_other_text(
+    ends: Pair, folders: tuple[str, str], method: str, stop: list[str], text: str, tokens: int
+) -> None:
+    """The text of `generate`, of Python and of the trace end before it, and special tokens stay without text."""
+    answer = ends.generate("hello", method, max_new_tokens=12, stop=stop)
+    assert (answer.text, len(answer.token_ids)) == (text, tokens)
+    assert answer.summary["finish_reason"] == ("length" if tokens == 12 else "stop")
+    shown = AnswerText(ends.tokenizer.detokenizer(ends.tokenizer.encode("hello")), StopStrings.of(stop, ends.tokenizer))
+    pieces = [piece.text for round_ in answer.rounds for piece in shown.add(round_)]
+    pieces += [piece.text for piece in shown.finish()]
+    assert ("".join(pieces), shown.text) == (text, text)
+    assert all(pieces)
 
 
 @pytest.mark.parametrize("strings", ["6L", ["never", "6L"]])

@@ -17,6 +17,7 @@ from traces import WORDS
 from specgen.base.measuring import Energy
 from specgen.base.text import inline, json_line, one_line, streamed
 from specgen.base.types import Draft, Round, Verdict
+from specgen.engine.text.stop_strings import StopStrings
 from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, footer
@@ -58,7 +59,7 @@ def shown(pieces: Sequence[Piece]) -> str:
     ],
 )
 def test_what_may_become_a_stop_text_is_held_back(stop: tuple[str, ...], steps: list[str]) -> None:
-    answer = AnswerText(Spelled(), stop)
+    answer = AnswerText(Spelled(), StopStrings(stop))
     rounds = a_round(0, (), 0, 10), a_round(1, (12, 13, 5), 2, 5, "correction")
     found = [*(shown(answer.add(round_)) for round_ in rounds), shown(answer.finish())]
     assert [text.replace("][", "") for text in found] == [text.replace("][", "") for text in steps]
@@ -67,7 +68,7 @@ def test_what_may_become_a_stop_text_is_held_back(stop: tuple[str, ...], steps: 
 
 @given(st.lists(st.lists(st.integers(1, 13), max_size=5), max_size=6), st.lists(st.text("stawi pH\n.", min_size=1), max_size=3))
 def test_pieces_join_to_the_text_before_the_first_stop_text(rounds: list[list[int]], stop: list[str]) -> None:
-    answer, whole = AnswerText(Spelled(), stop), text_of([token for tokens in rounds for token in (*tokens, 5)])
+    answer, whole = AnswerText(Spelled(), StopStrings(stop)), text_of([token for tokens in rounds for token in (*tokens, 5)])
     pieces = [piece for index, tokens in enumerate(rounds) for piece in answer.add(a_round(index, tokens, len(tokens), 5))]
     joined = "".join(piece.text for piece in (*pieces, *answer.finish()))
     assert joined == answer.text == whole[: len(joined)]

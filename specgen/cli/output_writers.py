@@ -45,6 +45,7 @@ class OutputWriter:
         where: str = "",
         keys: Mapping[str, Any] | None = None,
     ) -> None:
+        from specgen.engine.text.stop_strings import StopStrings
         from specgen.pair.pair import devices  # imports torch
 
         self._pair = pair
@@ -57,7 +58,8 @@ class OutputWriter:
         self._out = theme.console(no_color=output.no_color)
         self._err = theme.console(stderr=True, no_color=output.no_color)
         self._figures = Figures(request.method.name)
-        self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), request.sampling.stop)
+        stop = StopStrings.of(request.sampling.stop, pair.tokenizer)
+        self._answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), stop)
         self._view = AnswerView(self._out)
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace

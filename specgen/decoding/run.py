@@ -17,6 +17,7 @@ from specgen.decoding.drafting import Drafter, LearningDrafter
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
 from specgen.engine.devices import inference
+from specgen.engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from specgen.engine.devices import DeviceTimer
@@ -29,36 +30,28 @@ Schedule = Callable[["Run"], Iterator[Round]]
 
 
 class StopTexts:
-    """Finds the stop strings `texts` in the generated text, token by token. `detokenize` returns the text that a token adds.
+    """Finds `stop` strings in the generated text, token by token. `detokenize` returns the text that a token adds."""
 
-    `tokens` are the special tokens that stop strings name; they stand for no text.
-    """
-
-    def __init__(self, texts: Sequence[str], detokenize: Callable[[int], str], tokens: Collection[int] = ()) -> None:
-        self._texts = texts
+    def __init__(self, stop: StopStrings, detokenize: Callable[[int], str]) -> None:
+        self._stop = stop
         self._detokenize = detokenize
-        self._tokens = tokens
         self._tail = ""
-        self._kept = max(map(len, texts), default=1) - 1
+        self._kept = max(map(len, stop.texts), default=1) - 1
 
     @classmethod
     def of(cls, texts: Sequence[str], tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> StopTexts | None:
         """Returns what finds these texts in the output after a prompt; None if there are none."""
         if not texts:
             return None
-        named = [tokenizer.special_id(text) for text in texts]
-        tokens = frozenset(token for token in named if token is not None)
-        return cls(texts, tokenizer.detokenizer(prompt_ids).push, tokens)
+        return cls(StopStrings.of(texts, tokenizer), tokenizer.detokenizer(prompt_ids).push)
 
     def completed_by(self, token: int) -> bool:
         """Adds this token to the generated text. Returns whether the output ends with it: whether the text now contains a stop
         string."""
-        if token in self._tokens:
-            return True
-        self._tail += self._detokenize(token)
-        found = any(text in self._tail for text in self._texts)
+        self._tail += self._detokenize(token) + self._stop.mark(token)
+        is_found = self._stop.start(self._tail) is not None
         self._tail = self._tail[-self._kept :] if self._kept else ""
-        return found
+        return is_found
 
 
 class Clock:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import SpecgenError
 from specgen.base.schema import shown
 from specgen.base.types import LARGEST, SamplingParams
+from specgen.engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -68,8 +69,9 @@ class Request:
     def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
         """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
         detokenizer = tokenizer.detokenizer(self.prompt_ids)
-        text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
-        return text[: min((text.index(stop) for stop in self.sampling.stop if stop in text), default=len(text))]
+        stop = StopStrings.of(self.sampling.stop, tokenizer)
+        text = "".join(detokenizer.push(token) + stop.mark(token) for token in token_ids) + detokenizer.flush()
+        return stop.shown(text[: stop.start(text)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from specgen.pair.figures import Figures
 from specgen.view.theme import PIPED_WIDTH, ThemedConsole, one_line_text, wrapped
 
 if TYPE_CHECKING:
+    from specgen.engine.text.stop_strings import StopStrings
     from specgen.engine.text.tokenizer import Detokenizer
 
 LEAD = 12  # cells before a round's text, for its number and accepted/drafted
@@ -57,22 +58,22 @@ class AnswerText:
     Text that may be the beginning of a stop string is held back until more text shows whether it is.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: StopStrings) -> None:
         self._detokenizer, self._stop = detokenizer, stop
-        self._all = ""  # with the text that is held back, and with a stop string and what follows it
+        self._all = ""  # with marks, with the text that is held back, and with a stop string and what follows it
         self._drafted: list[bool] = []  # for each character of it
         self._shown = 0  # characters of it
 
     @property
     def text(self) -> str:
-        return self._all[: self._shown]
+        return self._stop.shown(self._all[: self._shown])
 
     def add(self, round_: Round) -> list[Piece]:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
-            self._hold(self._detokenizer.push(token), drafted=position < accepted)
-        return self._release(max((_overlap(self._all, stop) for stop in self._stop), default=0))
+            self._hold(self._detokenizer.push(token) + self._stop.mark(token), drafted=position < accepted)
+        return self._release(self._stop.begun(self._all))
 
     def finish(self) -> list[Piece]:
         """Returns the text that was held back, at the end of generation."""
@@ -85,18 +86,15 @@ class AnswerText:
 
     def _release(self, kept: int) -> list[Piece]:
         """Returns the held text but for its last `kept` characters, or up to a stop string."""
-        starts = [self._all.index(stop) for stop in self._stop if stop in self._all]
-        end = min(starts, default=len(self._all) - kept)
+        start = self._stop.start(self._all)
+        end = len(self._all) - kept if start is None else start
         pieces = []
         for drafted, group in groupby(range(self._shown, end), key=self._drafted.__getitem__):
-            pieces.append(Piece("".join(self._all[place] for place in group), drafted))
+            text = self._stop.shown("".join(self._all[place] for place in group))
+            if text:
+                pieces.append(Piece(text, drafted))
         self._shown = max(self._shown, end)
         return pieces
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of the text with which `stop` begins, shorter than `stop` itself."""
-    return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class AnswerView:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from rich.text import Text
 
 import specgen
+from specgen.engine.text.stop_strings import StopStrings
 from specgen.pair.figures import Figures
 from specgen.traces.reader import read_trace
 from specgen.traces.statistics import TraceStatistics
@@ -35,7 +36,7 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     request = pair.request(f"{QUESTION}\nAnswer:", sampling=sampling)
     pair.prepare(request)
     rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids))
-    answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), ()), AnswerView(console)
+    answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), StopStrings()), AnswerView(console)
     summary = Figures(request.method.name)
     pieces = []
     console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
