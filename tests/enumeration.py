@@ -20,9 +20,10 @@ from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import token_sampling
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_costs import Window
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods import runs
-from specgen.methods.pearl import Parallel, Window
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32

@@ -20,6 +20,8 @@ from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_costs import Window
 from specgen.decoding.policy_base import DraftedToken
 from specgen.methods import adaptive
 from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
@@ -35,7 +37,6 @@ from specgen.methods.learned_drafting import (
     Learned,
     LearnedCosts,
 )
-from specgen.methods.pearl import Parallel, Window
 from specgen.pair.pair import Pair
 from specgen.workers.worker import DraftWorker
 

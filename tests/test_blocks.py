@@ -21,11 +21,11 @@ from specgen import demo, methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
+from specgen.decoding.marginal_tree import MarginalTreeDrafter
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
-from specgen.methods.marginal_tree import MarginalTreeDrafter
 from specgen.methods.runs import make_drafter
 
 THREE = (3, 3)

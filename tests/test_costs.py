@@ -20,10 +20,12 @@ from tuning_helpers import GREEDY, PROMPTS
 from specgen.base.measuring import Sample
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, Window
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import METHODS, resolve
-from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, Window, time_parallel_passes
+from specgen.methods.pass_times import time_parallel_passes
 from specgen.pair import pair as pairs
 from specgen.pair.pair import Pair, pass_costs
 from specgen.tune import pair_inspection

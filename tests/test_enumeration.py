@@ -14,8 +14,8 @@ from runner_checks import every, uncached
 from scripted_models import scripted_run
 
 from specgen.base.types import SamplingParams
+from specgen.decoding.parallel_costs import Window
 from specgen.engine.model_runner import ModelRunner
-from specgen.methods.pearl import Window
 
 THREE = (3, 3)
 CHAINS = [  # the rejection sampler

@@ -12,11 +12,12 @@ from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
+from specgen.decoding import joint_greedy
+from specgen.decoding.beam_search import BeamSearchDrafter
 from specgen.decoding.drafting import Setup
+from specgen.decoding.lossy_verification import BildVerifier, FlyVerifier, JointLikelihoodVerifier
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods import mtad_search
-from specgen.methods.mtad_search import BeamSearchDrafter, BildVerifier, FlyVerifier, JointLikelihoodVerifier
 
 CPU = torch.device("cpu")
 SAMPLING, GREEDY = SamplingParams(temperature=1.0), SamplingParams()
@@ -47,7 +48,7 @@ def test_each_block_is_the_likeliest_of_all(
     length: int, scale: float, eos: Eos, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MTAD, Definition 3.1. With `batch` 1 the first block is the greedy one, so that branch and bound finds the others."""
-    monkeypatch.setattr(mtad_search, "BATCH", batch)
+    monkeypatch.setattr(joint_greedy, "BATCH", batch)
     differs = 0
     for seed in range(3):
         runner, context = TableRunner(seed, scale), list(PROMPT)

@@ -19,8 +19,8 @@ import specgen
 from specgen import demo
 from specgen.base.measuring import Sample
 from specgen.base.types import SamplingParams
+from specgen.decoding.parallel_costs import ParallelCosts, PassCheck
 from specgen.engine.devices import ThreadChoice
-from specgen.methods.pearl import ParallelCosts, PassCheck
 from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
 from specgen.pair.pair import Pair, pass_costs

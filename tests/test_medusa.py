@@ -15,9 +15,9 @@ from runner_checks import path_to
 
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
+from specgen.decoding.marginal_tree import MarginalTreeDrafter, candidate_tree
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.forward_pass import ModelOutput, depths
-from specgen.methods.marginal_tree import MarginalTreeDrafter, candidate_tree
 
 
 @pytest.mark.parametrize("seed", range(6))

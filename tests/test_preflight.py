@@ -18,10 +18,10 @@ import specgen
 from specgen import demo, methods
 from specgen.base.measuring import timed
 from specgen.base.types import Context
+from specgen.decoding.parallel_costs import LONGEST_WINDOW
 from specgen.engine.model_loading import ModelSource
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.methods.pearl import LONGEST_WINDOW
 from specgen.tune import pair_inspection
 
 Inspect = Callable[..., tuple[str, str]]

@@ -22,9 +22,9 @@ from rich.text import Text
 from tuning_helpers import outcome
 
 from specgen.decoding.costs import WIDTHS, SpeedupModel
+from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
-from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import Candidate
 from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
 from specgen.view import pair_report, theme

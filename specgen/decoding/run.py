@@ -138,8 +138,8 @@ class Run:
     `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run ends
     with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
     `settings` are the method's, with measured values in place of `auto`. `seed` is the seed of all random numbers of the run.
-    `costs` are the pass times (`methods.pearl.ParallelCosts`) from which PEARL's window was computed; None for other methods, and
-    if the user gave the window. `lock` is held while a round is made, and not between rounds: runs that share models have the
+    `costs` are the pass times from which PEARL's window was computed (`ParallelCosts`); None for other methods, and if the user
+    gave the window. `lock` is held while a round is made, and not between rounds: runs that share models have the
     same one.
     """
 

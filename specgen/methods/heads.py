@@ -1,10 +1,10 @@
 """Methods that draft with a head trained on the target's hidden states. Imports no torch.
 
-Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1); `marginal_tree`
-makes a tree of the predictions. EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025); EAGLE-2's dynamic tree is
-`decoding.tree.TopKTreeDrafter` with `nodes`. MTP: layers in the target's own files draft as EAGLE's do (DeepSeek-AI 2024). GliDe:
-a head that also attends to the target's KV cache; its candidates at each position are the setting `cape` (CaPE; Du et al. 2024).
-DFlash and DSpark: a head of some layers drafts a block in one pass.
+Medusa: each of several heads predicts another later token from the last hidden state (Cai et al. 2024, Medusa-1);
+`decoding.marginal_tree` makes a tree of the predictions. EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025);
+EAGLE-2's dynamic tree is `decoding.tree.TopKTreeDrafter` with `nodes`. MTP: layers in the target's own files draft as EAGLE's
+do (DeepSeek-AI 2024). GliDe: a head that also attends to the target's KV cache; its candidates at each position are the setting
+`cape` (CaPE; Du et al. 2024). DFlash and DSpark: a head of some layers drafts a block in one pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _drafter(setup: Setup, settings: Settings) -> Drafter:
         from specgen.decoding.chain import ModelDrafter
 
         return ModelDrafter(setup)
-    from specgen.methods.marginal_tree import MarginalTreeDrafter
+    from specgen.decoding.marginal_tree import MarginalTreeDrafter
 
     return MarginalTreeDrafter(setup, nodes=int(settings.values["nodes"]), is_fixed=True)
 
@@ -60,7 +60,7 @@ def _block_drafter(setup: Setup, settings: Settings) -> Drafter:
 
         return ModelDrafter(setup)
     if getattr(setup.draft, "independent", False):
-        from specgen.methods.marginal_tree import MarginalTreeDrafter
+        from specgen.decoding.marginal_tree import MarginalTreeDrafter
 
         return MarginalTreeDrafter(setup, nodes=nodes)
     from specgen.decoding.tree import TopKTreeDrafter

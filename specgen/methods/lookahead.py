@@ -1,7 +1,7 @@
 """Methods that draft n-grams made by Jacobi iteration. Imports no torch.
 
 In `lookahead` (Fu et al. 2024) the target makes the n-grams, in `ouroboros` (Zhao et al. 2024) the draft model does. The drafters
-are in `lookahead_drafter`.
+are in `decoding.lookahead`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from specgen.methods.method import DRAFT_MODEL, Method, imported
 LOOKAHEAD = Method(
     "lookahead",
     "lookahead decoding, Fu et al. 2024",
-    drafter=imported("methods.lookahead_drafter.LookaheadDrafter", "window", "ngram", "guesses"),
+    drafter=imported("decoding.lookahead.LookaheadDrafter", "window", "ngram", "guesses"),
     settings={
         "window": Setting(3, "columns of the window, W; the authors: 15, 10, 7 for 7B, 13B, 33B on an A100", 1, 128),
         "ngram": Setting(3, "length of the n-grams, N; the authors: 5", 2, 16),
@@ -26,7 +26,7 @@ OUROBOROS = Method(
     "ouroboros",
     "Ouroboros, Zhao et al. 2024",
     DRAFT_MODEL,
-    imported("methods.lookahead_drafter.OuroborosDrafter", "window", "ngram", "branches"),
+    imported("decoding.lookahead.OuroborosDrafter", "window", "ngram", "branches"),
     policy="fixed",
     settings={
         "ngram": Setting(4, "length of the n-grams, N; the authors: 5 to 7", 2, 16),

@@ -1,4 +1,4 @@
-"""MTAD's joint decoding, and BiLD beside it: none is lossless. Drafters and verifiers are in `mtad_search`. Imports no torch.
+"""MTAD's joint decoding, and BiLD beside it: none is lossless. Drafters and verifiers are in `decoding`. Imports no torch.
 
 `mtad`: a beam search whose prefixes are accepted by their joint likelihood (sections 2.1 and 3.2). `joint`: the exact decoding
 that it approximates (Definition 3.1). `bild` (Kim et al. 2023): the draft model falls back to the target where it is unsure, and
@@ -17,8 +17,8 @@ MTAD = Method(
     "mtad",
     "MTAD, section 3.2",
     DRAFT_MODEL,
-    imported("methods.mtad_search.BeamSearchDrafter", "beams", "beam"),
-    imported("methods.mtad_search.JointLikelihoodVerifier", "tau"),
+    imported("decoding.beam_search.BeamSearchDrafter", "beams", "beam"),
+    imported("decoding.lossy_verification.JointLikelihoodVerifier", "tau"),
     policy="fixed",
     any_policy=True,
     signals=DRAFT_SIGNALS,
@@ -35,7 +35,7 @@ MTAD = Method(
 JOINT = Method(
     "joint",
     "MTAD, Definition 3.1: what mtad approximates",
-    schedule=imported("methods.mtad_search.JointGreedy", "k", "beams", "nodes"),
+    schedule=imported("decoding.joint_greedy.JointGreedy", "k", "beams", "nodes"),
     settings={
         "k": Setting(4, "tokens in a block", 1, 64),
         "beams": Setting(0, "width of an approximate beam search; 0: the exact search", 0, 256),
@@ -52,7 +52,7 @@ BILD = Method(
     "BiLD, Kim et al. 2023",
     DRAFT_MODEL,
     imported("decoding.chain.ModelDrafter", "fallback"),
-    imported("methods.mtad_search.BildVerifier", "rollback"),
+    imported("decoding.lossy_verification.BildVerifier", "rollback"),
     policy="fixed",
     any_policy=True,
     signals=DRAFT_SIGNALS,
@@ -70,7 +70,7 @@ FLY = Method(
     "FLy, arXiv 2511.22972",
     DRAFT_MODEL,
     model_drafter,
-    imported("methods.mtad_search.FlyVerifier", "window", "entropy"),
+    imported("decoding.lossy_verification.FlyVerifier", "window", "entropy"),
     policy="fixed",
     any_policy=True,
     signals=DRAFT_SIGNALS,

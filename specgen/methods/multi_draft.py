@@ -1,5 +1,5 @@
 """Several drafts verified as one tree: k-sequential selection (`spectr`, Sun et al. 2023) and multi-round rejection sampling
-(`specinfer`, Miao et al. 2023). Drafter and verifiers are in `multi_draft_tree`. Imports no torch."""
+(`specinfer`, Miao et al. 2023). Drafter and verifiers are in `decoding.multi_draft`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SPECTR = Method(
     "spectr",
     "SpecTr, Sun et al. 2023",
     DRAFT_MODEL,
-    imported("methods.multi_draft_tree.MultiDraftDrafter", "drafts"),
-    imported("methods.multi_draft_tree.k_sequential_verifier"),
+    imported("decoding.multi_draft.MultiDraftDrafter", "drafts"),
+    imported("decoding.multi_draft.k_sequential_verifier"),
     policy="fixed",
     any_policy=True,
     signals=DRAFT_SIGNALS,
@@ -28,5 +28,5 @@ SPECINFER = replace(
     SPECTR,
     name="specinfer",
     paper="SpecInfer, Miao et al. 2023",
-    verifier=imported("methods.multi_draft_tree.multi_round_verifier"),
+    verifier=imported("decoding.multi_draft.multi_round_verifier"),
 )

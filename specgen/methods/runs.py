@@ -8,13 +8,14 @@ from typing import Any
 from specgen.base.settings import Settings
 from specgen.base.types import Context
 from specgen.decoding.drafting import Drafter, NoDrafter, Setup, derive_seed
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.run import Clock, Run, StopTexts, sequential
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling, Verifier
 from specgen.methods import POLICIES, signals_of
 from specgen.methods.adaptive import Adaptive, AdaptiveInputs
 from specgen.methods.method import Method
-from specgen.methods.pearl import Parallel, ParallelCosts
 
 
 def make_run(

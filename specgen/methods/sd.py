@@ -47,7 +47,7 @@ def model_drafter(setup: Setup, settings: Settings) -> Drafter:
         return TextDrafter(setup)
     depth, nodes = (None if (value := settings.values.get(name, "auto")) == "auto" else int(value) for name in ("depth", "nodes"))
     if settings.drafts_tree and nodes is not None and getattr(setup.draft, "independent", False):  # PARD
-        from specgen.methods.marginal_tree import MarginalTreeDrafter
+        from specgen.decoding.marginal_tree import MarginalTreeDrafter
 
         return MarginalTreeDrafter(setup, nodes=nodes, depth=depth)
     if settings.drafts_tree:

@@ -31,8 +31,8 @@ from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
+    from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.methods.method import Method
-    from specgen.methods.pearl import ParallelCosts
     from specgen.pair.request import Request
 
 T = TypeVar("T")

@@ -15,6 +15,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.measuring import Sample
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
+from specgen.decoding.parallel import Parallel
+from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, PassCheck, usual_window
 from specgen.decoding.run import Clock, Run, StopTexts, Turns
 from specgen.engine.devices import device_timer
 from specgen.engine.model_loading import DraftModelRunner, LoadedModel
@@ -25,7 +27,7 @@ from specgen.engine.penalties import PenaltyProcessor
 from specgen.methods import runs
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import Method
-from specgen.methods.pearl import LONGEST_WINDOW, Parallel, ParallelCosts, PassCheck, time_parallel_passes, usual_window
+from specgen.methods.pass_times import time_parallel_passes
 from specgen.methods.suffix import SuffixHistory
 from specgen.pair import skip_search
 from specgen.pair.figures import Figures

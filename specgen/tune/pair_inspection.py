@@ -15,6 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
+from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
@@ -27,7 +28,6 @@ from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
 from specgen.methods.adaptive import Adaptive
 from specgen.methods.method import EXIT, HEADS, MTP, SKIPPED_LAYERS, training_command
-from specgen.methods.pearl import ParallelCosts
 from specgen.pair.finding import unloaded
 from specgen.pair.pair import Pair, pass_costs
 from specgen.pair.parts import PartStore

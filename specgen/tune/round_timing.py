@@ -21,11 +21,11 @@ from specgen.base.measuring import distinct_ids
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.decoding.drafting import UnrelatedDrafter
+from specgen.decoding.parallel import Parallel
 from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import inference, synchronizer
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.methods.pearl import Parallel
 from specgen.pair.pair import runners
 from specgen.tune.outcome import Deadline
 

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from specgen.base.text import counted, inline, one_line, significant
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
+from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, known_settings
 from specgen.methods.method import MTP, Method
-from specgen.methods.pearl import ParallelCosts
 from specgen.tune.outcome import PLAIN, Candidate, Evidence, TuningOutcome
 from specgen.view import theme
 from specgen.view.theme import labelled, table, wrapped

@@ -146,7 +146,7 @@ class DraftWorker:
 
 
 class WorkerDrafter:
-    """Drafts for one run (the generation of one output) in the worker. Implements `methods.pearl.ParallelDrafter`.
+    """Drafts for one run (the generation of one output) in the worker. Implements `decoding.parallel.ParallelDrafter`.
 
     The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
     """

@@ -1,0 +1,169 @@
+"""PEARL's schedule: draft and target work at the same time (PEARL, section 3).
+
+Pre-verify: the target verifies a draft's first token while the rest is drafted. Post-verify: the draft model continues to draft
+while the target verifies the tokens before. The window is the number of tokens drafted during one target pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from specgen.base.types import Context, Draft, Mode, Round
+from specgen.engine.devices import inference, synchronizer
+
+if TYPE_CHECKING:
+    from specgen.decoding.parallel_costs import PassCheck, Window
+    from specgen.decoding.policy_base import LengthPolicy
+    from specgen.decoding.run import Run
+
+
+class ParallelDrafter(Protocol):
+    """Drafts for one run (the generation of one output) while its caller does something else. One draft at a time.
+
+    `policy` is the run's length policy (it decides when drafts end); the run tells it how many tokens were accepted. `seconds` is
+    how long the last draft took, measured where it was drafted, and `own_seconds` how long of this its thread ran.
+    """
+
+    policy: LengthPolicy
+    seconds: float
+    own_seconds: float
+
+    def prefill(self, context: Context) -> None:
+        """Starts the draft model's forward pass over the prompt, and does not wait for it."""
+
+    def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
+        """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
+
+        `unverified` are tokens drafted earlier that the target is still verifying.
+        """
+
+    def first(self, count: int) -> list[int]:
+        """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
+
+    def cut(self) -> None:
+        """Ends the draft that was started as soon as the token that is being drafted is complete. The draft has at least one
+        token."""
+
+    def finish(self) -> Draft:
+        """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
+
+        The draft's `probs` stay valid until the draft after the next one is started.
+        """
+
+    def close(self) -> None:
+        """Ends the run. A draft that was started but not finished is discarded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
+
+    Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
+    are verified. Both are ablations in the paper's Table 3. `check` compares the run's passes with those that the window was
+    computed from; None if it was given.
+    """
+
+    drafter: ParallelDrafter
+    window: Window
+    pre_verify: bool = True
+    post_verify: bool = True
+    check: PassCheck | None = None
+
+    def __call__(self, run: Run) -> Iterator[Round]:
+        step = inference(self._step)
+        with closing(self.drafter):
+            self.drafter.prefill(run.context)
+            yield run.prefill()
+            unverified = Draft()
+            try:
+                while run.finish_reason is None:
+                    round_, unverified = step(run, unverified)
+                    yield round_
+            finally:
+                if self.check is not None:
+                    self.check.end()
+
+    def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
+        """Runs one target pass over the `unverified` drafted tokens, while further tokens are drafted after them.
+
+        Returns the finished round, and the drafted tokens that the next step has to verify.
+        """
+        run.clock.start()
+        if not unverified.tokens and not self.pre_verify:
+            unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
+            run.clock.lap("draft")
+        mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
+        lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
+        size = self.window.beside(len(unverified.tokens) + 1)
+        window = self._start(run, unverified, lead + size) if self.post_verify or not unverified.tokens else 0
+        known: Sequence[int] = unverified.tokens
+        if lead:
+            known = self.drafter.first(lead)
+            run.clock.lap("draft")
+        # the logits after the last possible token are not needed
+        inputs = known[: run.remaining - 1]
+        output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
+        run.clock.lap("verify", on_device=True)
+        if window and self.window.is_flexible:  # the draft ends with the target's pass
+            if (wait := synchronizer(run.target.device)) is not None:
+                wait()
+            self.drafter.cut()
+        fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
+        drafted = len(fresh.tokens)
+        run.clock.lap("draft")
+        both = _joined(unverified, fresh)
+        if lead:
+            fresh = fresh.part(len(known))
+        # the last logits verify the first fresh token, so no bonus token is drawn
+        pending = max(len(fresh.tokens) - 1, 0)
+        verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
+        round_ = run.commit(mode, both, verdict, pending)
+        if self.check is not None:
+            self.check.add(len(inputs) + 1, round_.seconds["verify"], drafted, self.drafter.seconds)
+        return round_, fresh.part(1) if verdict.token is None else Draft()
+
+    def _start(self, run: Run, unverified: Draft, window: int) -> int:
+        """Starts a draft of at most `window` tokens after the unverified tokens. Returns `window`.
+
+        Starts none and returns 0 if the output ends with the unverified tokens.
+        """
+        room = run.remaining - len(unverified.tokens)
+        if room < 1 or (unverified.tokens and unverified.tokens[-1] in run.eos_ids):
+            return 0
+        self.drafter.start(run.context, unverified.tokens, min(window, room))
+        return window
+
+    def _finish(self, window: int) -> Draft:
+        draft = self.drafter.finish()
+        filled = draft.stop_reason == "length" and len(draft.tokens) == window
+        return replace(draft, stop_reason=f"window {window}") if filled else draft
+
+
+def _joined(first: Draft, second: Draft) -> Draft:
+    """Joins two chains to one, with the stop reason of the second.
+
+    If both have tokens, `probs` and `logits` end after the first token of the second chain: no more are verified.
+    """
+    if not first.tokens:
+        return second
+    predicted: list[float] = []
+    if first.predicted or second.predicted:
+        for part in (first, second):
+            predicted += part.predicted or [math.nan] * len(part.tokens)
+    if not second.tokens:
+        return replace(first, stop_reason=second.stop_reason)
+    return Draft.chain(
+        [*first.tokens, *second.tokens],
+        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),  # no more are verified
+        entropies=[*first.entropies, *second.entropies],
+        top_probs=[*first.top_probs, *second.top_probs],
+        stop_reason=second.stop_reason,
+        logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
+        predicted=predicted,
+    )
