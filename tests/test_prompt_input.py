@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cli_helpers import POSIX
+from cli_helpers import POSIX, run_main
 
 from specgen.base.errors import SpecgenError
 from specgen.cli import prompt_input
@@ -141,6 +141,21 @@ def test_a_pipe_that_gives_no_text_is_told(stdin: Stdin, monkeypatch: pytest.Mon
         assert "-f FILE" in asked.note
         assert "--no-stdin" in asked.note
         os.close(writer)
+
+
+@pytest.mark.parametrize(("options", "said"), [((), "Standard input was empty: the prompt is taken alone.\n"), (("-q",), "")])
+def test_generate_shows_the_note_on_a_pipe_unless_it_is_quiet(
+    stdin: Stdin,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    pair: tuple[str, ...],
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    stdin(a_pipe(b""))
+    code, _, err = run_main(monkeypatch, capfd, "generate", *pair, "-m", "ar", "-n", "2", *options, "abc")
+    assert code == 0
+    assert "".join(line for line in err.splitlines(keepends=True) if "tandard input" in line) == said
 
 
 @pytest.mark.parametrize("kind", ["/dev/null", "terminal", "socket", "closed", "empty pipe", "blank file", "folder"])

@@ -107,6 +107,24 @@ def test_another_commands_trace_is_written_anew_only_if_it_is_finished(
     assert sum(line["type"] == "start" for line in parsed(trace.read_text(encoding="utf-8"))) == 3
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("target", "other"), ("device", "cuda:0"), ("dtype", "bfloat16"), ("versions", {"arithmetic": "0"})]
+)
+def test_answers_of_another_model_or_arithmetic_are_not_continued(
+    generate: Generate, tmp_path: Path, key: str, value: object
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    generate("--trace", str(trace))
+    lines = parsed(trace.read_text(encoding="utf-8"))[:-1]
+    for line in lines:
+        if line["type"] == "start":
+            line[key] = {**line[key], **value} if isinstance(value, dict) else value
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    code, _, err = generate("--json", "--trace", str(trace))
+    assert code == 2
+    assert "interrupted run of other prompts or options (sd, 2 finished answers)" in err
+
+
 def test_a_file_with_only_the_first_prompts_does_not_overwrite_an_interrupted_run(
     generate: Generate, tmp_path: Path, prompts: Path
 ) -> None:
