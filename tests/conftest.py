@@ -29,4 +29,5 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs none, and so imports no torch."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        import_module("specgen.engine.transformers.quiet")  # else torchao, which they import, prints lines
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")
