@@ -13,6 +13,7 @@ from specgen import demo
 
 HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor", "prompt_toolkit"}
 NOT_FOR_HELP = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"}
+UNUSED = {"specgen.pair.profile", "specgen.traces.reader", "specgen.tune.outcome"}  # by a generation without a profile
 IN_WORKER = {"typer", "rich", "pydantic"}
 TRACE = Path(__file__).parent / "golden" / "trace.jsonl"
 PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")))
@@ -30,8 +31,8 @@ def imported(code: str, *arguments: str) -> set[str]:
     ("arguments", "unneeded"),
     [
         (("--help",), NOT_FOR_HELP),
-        (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY),
-        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"}),  # the folder of its cache
+        (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY | UNUSED),
+        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"} | UNUSED),  # the folder of its cache
         (("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
         (("inspect", "-q", *PAIR), HEAVY),
         (("inspect", "-q", str(TRACE)), {"torch"}),

@@ -20,6 +20,7 @@ from specgen.engine.native.families import FAMILIES
 from specgen.methods import METHODS
 from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
+from specgen.pair.profile_place import ProfileSource
 from specgen.tune.export import ENGINES
 from specgen.tune.profile import from_outcome
 
@@ -104,7 +105,7 @@ def test_profiles_are_for_the_commands_and_for_calls_without_a_method(
     assert start["settings"]["threshold"] == 0.45
     assert demo_pair.run(demo_pair.request("abc", "svip")).settings.values["threshold"] == 0.4
     demo_pair._profiles.clear()  # what other tests found
-    monkeypatch.setattr(demo_pair, "profile_from", profiles.ProfileSource())
+    monkeypatch.setattr(demo_pair, "profile_from", ProfileSource())
     assert demo_pair.generate("abc", sampling=SamplingParams(max_new_tokens=2)).summary["method"] == "svip"
     demo_pair._profiles.clear()
 

@@ -27,7 +27,6 @@ from specgen.compare.prompts import load_prompts
 from specgen.pair.request import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
-from specgen.view.pair_report import method_card
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     options and RunError for failures while running."""
     named, given = (None, {}) if asked.method is None else methods.split(asked.method)
     if asked.help_method:
+        from specgen.view.pair_report import method_card
+
         method_card(theme.console(no_color=output.no_color), methods.find(named or methods.DEFAULT_METHOD))
         return
     params, given = sampling.params(), {**given, **parse_pairs(asked.settings or [])}

@@ -139,7 +139,11 @@ def find_profile(
     pair: Pair, sampling: SamplingParams, folder: Path | None, note: Callable[[str], None], *, any_draft_dtype: bool = False
 ) -> Profile | None:
     """Returns `pair.profile.find`, and tells `note` why a profile is not used."""
-    from specgen.pair import profile as profiles
+    from specgen.pair.profile_place import exists_for
+
+    if not exists_for(pair, sampling, folder):
+        return None
+    from specgen.pair import profile as profiles  # imports pydantic
 
     found, why = profiles.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
     if why:
@@ -155,24 +159,26 @@ def with_tuned_draft(
 
     `dtypes` are the values of --dtype and --draft-dtype, `process` is as for `_with_profile`.
     """
-    from specgen.pair import profile as profiles
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
+    from specgen.pair.profile_place import FILE, default_folder, profile_key_of
 
     others = other_drafts(pair.found, pair.draft)
-    if not others or (folder is not None and not (folder / profiles.FILE).is_file()):
+    if not others or (folder is not None and not (folder / FILE).is_file()):
         return pair
     found, latest = None, 0.0
     if folder is not None:
+        from specgen.pair import profile as profiles  # imports pydantic
+
         fits = profiles.load(folder).fits["draft"]
         names = {each.name: each for each in others}
         found = names.get(fits["name"]) if isinstance(fits, dict) else None
     else:
-        key = profiles.profile_key_of(pair)
+        key = profile_key_of(pair)
         for each in (None, *others):
             if each is not None:
                 key["draft"] = {"name": each.name, "device": pair.target.device_label}
-            path = profiles.default_folder(key, sampling) / profiles.FILE
+            path = default_folder(key, sampling) / FILE
             if path.is_file() and path.stat().st_mtime > latest:
                 found, latest = each, path.stat().st_mtime
     if found is None:

@@ -19,7 +19,6 @@ from specgen.base.text import counted, print_json, print_result
 from specgen.cli.conversation import Decoding
 from specgen.compare.prompts import Prompt
 from specgen.pair.request import messages
-from specgen.traces.reader import TracedRun, read_trace
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from specgen.cli.output_writers import OutputWriter
     from specgen.pair.pair import Pair
     from specgen.pair.request import Request
+    from specgen.traces.reader import TracedRun
     from specgen.traces.writer import TraceWriter
 
 # Makes the writer of an answer, whose lines in traces get the keys in the mapping.
@@ -86,6 +86,8 @@ class PromptsFile:
         """
         if not path.is_file():
             return
+        from specgen.traces.reader import read_trace  # imports pydantic
+
         runs: list[TracedRun] = []
         with suppress(SpecgenError):
             for run in read_trace(path):

@@ -191,12 +191,13 @@ def _tune(
     and why it could not be written. `others` make pairs with other drafts (see `tuner.tune`).
     """
     from specgen.pair import profile as profiles
+    from specgen.pair.profile_place import default_folder, profile_key_of
     from specgen.tune.profile import from_outcome
     from specgen.tune.rounding_cost import rounding_cost
     from specgen.tune.tuner import tune
 
     sampling = request.sampling
-    _check_folder(asked.out or profiles.default_folder(profiles.profile_key_of(pair), sampling), asked)
+    _check_folder(asked.out or default_folder(profile_key_of(pair), sampling), asked)
     how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
     err = theme.console(stderr=True, no_color=output.no_color)
     with Progress(err, quiet=output.quiet) as line:
@@ -205,8 +206,8 @@ def _tune(
         rounding = rounding_cost(pair, line.announce, is_small_only=True)
         outcome = tune(pair, request, progress, others)
     pair = outcome.pair or pair
-    key = profiles.profile_key_of(pair)
-    default = profiles.default_folder(key, sampling)
+    key = profile_key_of(pair)
+    default = default_folder(key, sampling)
     folder = asked.out or default
     profile = from_outcome(outcome, key, request.prompts, rounding)
     path, failure = None, None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -33,12 +33,15 @@ from specgen.engine.native.config_reading import read_config
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.method import DRAFT_MODEL, HEADS
-from specgen.pair import profile as profiles
 from specgen.pair import trial
 from specgen.pair.finding import LEAST_GAIN, Found, search
 from specgen.pair.pair import Pair, runners
+from specgen.pair.profile_place import FILE, ProfileSource, profile_key_of, with_rounded_draft
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
+
+if TYPE_CHECKING:
+    from specgen.pair.profile import Profile
 
 Finding = Literal["untried", "unloaded", "heads"]
 MOST_TRIED = 3  # models, of those that were found
@@ -132,15 +135,17 @@ def _with_profile(pair: Pair, folder: Path | None, draft_dtype: str | None, proc
     named profile cannot be read, or was made for other models or another machine.
     """
     if folder is not None:
+        from specgen.pair import profile as profiles  # imports pydantic
+
         profile = profiles.load(folder)
-        key = profiles.profile_key_of(pair)
+        key = profile_key_of(pair)
         if draft_dtype is None:
-            key = profiles.with_draft_dtype(key, profile.draft_dtype)
+            key = with_rounded_draft(key, profile.draft_dtype)
         why = profile.mismatch(key)
         if why is not None:
-            raise SpecgenError(f"the profile {folder / profiles.FILE} is stale: {why}", profiles.TUNE_AGAIN)
+            raise SpecgenError(f"the profile {folder / FILE} is stale: {why}", profiles.TUNE_AGAIN)
         pair = as_tuned(pair, profile, process)
-    pair.profile_from = profiles.ProfileSource(folder)
+    pair.profile_from = ProfileSource(folder)
     return pair
 
 
@@ -318,7 +323,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     return _with_draft(pair, rounded, process)
 
 
-def as_tuned(pair: Pair, profile: profiles.Profile, process: DraftProcess | None = None) -> Pair:
+def as_tuned(pair: Pair, profile: Profile, process: DraftProcess | None = None) -> Pair:
     """Returns the pair as the profile was made with it: its draft's weights are rounded so, and the costs of its rounds known.
 
     Texts with a seed depend on these costs, so this is to be done before the first one. `process` and errors as for

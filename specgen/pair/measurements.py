@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
@@ -132,6 +131,8 @@ class Measurements:
 
     def _write(self, kind: str, key: Key, value: dict[str, Any], *, with_draft: bool) -> None:
         digest = self._digest(key, with_draft=with_draft)
+        from filelock import FileLock, Timeout  # imports asyncio; most runs write nothing
+
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
             _path().parent.mkdir(parents=True, exist_ok=True)

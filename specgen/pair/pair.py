@@ -33,7 +33,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Key, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.profile import find as find_profile
+from specgen.pair.profile_place import exists_for
 from specgen.pair.request import (
     RESERVED,
     Prompt,
@@ -49,7 +49,8 @@ from specgen.workers.worker import DraftWorker
 
 if TYPE_CHECKING:
     from specgen.pair.finding import Found, Search
-    from specgen.pair.profile import Profile, ProfileSource
+    from specgen.pair.profile import Profile
+    from specgen.pair.profile_place import ProfileSource
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -235,8 +236,15 @@ class Pair:
         key = tuple(sampling.warping.values())
         with self.lock:
             if key not in self._profiles:
-                self._profiles[key], _ = find_profile(self, sampling, source.folder)
+                self._profiles[key] = self._find_profile(source, sampling)
             return self._profiles[key]
+
+    def _find_profile(self, source: ProfileSource, sampling: SamplingParams) -> Profile | None:
+        if not exists_for(self, sampling, source.folder):
+            return None
+        from specgen.pair.profile import find  # imports pydantic
+
+        return find(self, sampling, source.folder)[0]
 
     @_in_turn
     def prepare(self, request: Request) -> Run:

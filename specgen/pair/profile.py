@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
@@ -16,30 +16,21 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from specgen import methods
 from specgen.base import schema
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import EXIT_WEIGHTS, pair_folder, readable, write_whole
+from specgen.base.files import EXIT_WEIGHTS, write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED, TuningVerdict
 from specgen.decoding.costs import RoundCosts
+from specgen.pair.profile_place import FILE, Conditions, LoadedPair, default_folder, flat, profile_key_of, with_rounded_draft
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
-    from specgen.engine.model_loading import LoadedModel
-    from specgen.pair.parts import PartStore
 
-FILE = "profile.yaml"
 TUNE_AGAIN = "Tune again: specgen tune"
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 GivenSettings = dict[str, bool | int | float | str]
-# What a profile was made with. If any of it has changed, the profile is no longer valid.
-#
-# `target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and
-# the device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in
-# profiles of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers
-# are the same. `versions` are those of the installed packages, `machine` says what it ran on.
-Conditions = dict[str, dict[str, Any] | str | None]
 
 
 class _StrictModel(BaseModel):
@@ -133,7 +124,7 @@ class Profile(_StrictModel):
     @property
     def draft_dtype(self) -> str | None:
         """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
-        dtype = _flat(self.fits).get("draft dtype")
+        dtype = flat(self.fits).get("draft dtype")
         return dtype if dtype in QUANTISED else None
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
@@ -152,87 +143,12 @@ class Profile(_StrictModel):
 
     def mismatch(self, now: Conditions) -> str | None:
         """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
-        before, current = _flat(self.fits), _flat(now)
+        before, current = flat(self.fits), flat(now)
         for name in before | current:
             old, new = before.get(name), current.get(name)
             if old != new and not (name.startswith("head") and self.fits.get("heads") is None):
                 return f"{name} was {old or 'none'}, and is {new or 'none'}"
         return None
-
-
-def _flat(conditions: Conditions) -> dict[str, Any]:
-    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as keys."""
-    found: dict[str, Any] = {}
-    for field, value in conditions.items():
-        name = field.removesuffix("s").replace("_", " ")
-        found |= {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
-
-
-class ProfileSource(NamedTuple):
-    """Where to look for profiles: in `folder`, or if that is None in the folders where `specgen tune` saves them by default."""
-
-    folder: Path | None = None
-
-
-class LoadedPair(Protocol):
-    """What a profile is for: a target, its draft model (None: there is none), and the parts trained for the target."""
-
-    target: LoadedModel
-    draft: LoadedModel | None
-    parts: PartStore
-
-
-def profile_key_of(pair: LoadedPair) -> Conditions:
-    """Returns the conditions under which this pair runs now: models, trained parts, versions and machine. A profile made under
-    other ones does not fit."""
-    from specgen.base.machine import machine, versions
-    from specgen.engine.weights import weights_fingerprint
-
-    def described(model: LoadedModel) -> dict[str, Any]:
-        fingerprint = weights_fingerprint(model.folder)
-        return {"name": model.name, "fingerprint": fingerprint, "device": model.device_label, "dtype": model.dtype_name}
-
-    digests = pair.parts.digests()
-    return {
-        "target": described(pair.target),
-        "draft": None if pair.draft is None else described(pair.draft),
-        "exit_layer": digests.pop("exit", None),
-        "heads": digests,
-        "translation": None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
-        "versions": versions(),
-        "machine": machine(),
-    }
-
-
-def with_draft_dtype(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
-    model."""
-    draft = conditions["draft"]
-    if dtype is None or not isinstance(draft, dict):
-        return conditions
-    return {**conditions, "draft": {**draft, "dtype": dtype}}
-
-
-def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
-    """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
-    facts = _flat(conditions)
-    target, draft = facts["target name"], facts.get("draft name")
-    parts = [facts["machine node"], facts["target device"], facts["target dtype"]]
-    if draft is not None and facts["draft device"] != facts["target device"]:
-        parts.append(f"draft-{facts['draft device']}")
-    if facts.get("machine ranks"):
-        parts.append(f"{facts['machine ranks']}-ranks")
-    if not sampling.greedy:
-        parts.append(f"t{sampling.temperature:g}")
-        if sampling.top_p < 1:
-            parts.append(f"p{sampling.top_p:g}")
-        if sampling.top_k:
-            parts.append(f"k{sampling.top_k}")
-        if sampling.min_p:
-            parts.append(f"m{sampling.min_p:g}")
-    name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
-    return pair_folder(target, facts["target fingerprint"], draft) / name
 
 
 def save(profile: Profile, folder: Path) -> Path:
@@ -287,7 +203,7 @@ def find(
 
 def _mismatch(profile: Profile, key: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool) -> str | None:
     """Describes the first difference between what the profile was made for and the present conditions and sampling."""
-    why = profile.mismatch(with_draft_dtype(key, profile.draft_dtype) if any_draft_dtype else key)
+    why = profile.mismatch(with_rounded_draft(key, profile.draft_dtype) if any_draft_dtype else key)
     for name, requested in sampling.warping.items():
         tuned = getattr(profile.sampling, name)
         if tuned != requested:

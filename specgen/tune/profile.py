@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from specgen.pair.profile import Choice, Conditions, Measured, Profile, Sampling, Tuned, with_draft_dtype
+from specgen.pair.profile import Choice, Measured, Profile, Sampling, Tuned
+from specgen.pair.profile_place import Conditions, with_rounded_draft
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
@@ -26,7 +27,7 @@ def from_outcome(
         chosen=Choice(method=chosen.name, settings=dict(chosen.settings)),
         speedup=outcome.speedup_of(chosen),
         sampling=Sampling.model_validate(sampling, from_attributes=True),
-        fits=with_draft_dtype(key, outcome.draft_dtype),
+        fits=with_rounded_draft(key, outcome.draft_dtype),
         methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(
             prompts=outcome.prompts,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import yaml
 from pydantic import ConfigDict, Field
 from safetensors.torch import save
 
@@ -293,6 +292,8 @@ def _yaml(description: ExitDescription | HeadDescription) -> bytes:
     """Returns a description as YAML after a comment. Floats get four significant digits."""
     comment = _COMMENT.format(description.kind) if isinstance(description, HeadDescription) else _EXIT_COMMENT
     plain = json.loads(json.dumps(asdict(description)), parse_float=lambda text: float(f"{float(text):.4g}"))
+    import yaml
+
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return (comment + text).encode()
 
