@@ -28,10 +28,11 @@ SCALES = {
     "Q5_K": {0: 1.0, 2: 15.5},
     "Q6_K": {208: 1.0},
     "IQ4_XS": {0: 1.0},
+    "MXFP4": {},  # its scale is the exponent of a power of two
 }
 FLOATS = "F32", "F16", "BF16"
 TYPES = (*FLOATS, *SCALES)
-QUANTISED_BY_GGUF = (*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+QUANTISED_BY_GGUF = (*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 _METADATA_TYPES = {
     bool: GGUFValueType.BOOL,
     str: GGUFValueType.STRING,
@@ -58,7 +59,7 @@ def quantised(values: torch.Tensor, kind: str) -> Stored:
 def random_stored(shape: Sequence[int], kind: str, seed: int, scale: float = 0.02) -> Stored:
     """Returns a random tensor of any type in `TYPES`, whose values have about the standard deviation `scale`."""
     random = np.random.default_rng(seed)
-    if kind in FLOATS:
+    if kind in FLOATS or not SCALES[kind]:
         numbers = random.normal(0, scale, shape).astype(np.float32)
         return quantised(torch.from_numpy(numbers), kind)
     elements, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

@@ -6,11 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import native_models
 import pytest
 import torch
 from cli_helpers import run_main
 from gguf_files import random_stored, write_gguf
-from gguf_models import FAMILIES, model_of, tokenizer_metadata, write_model
+from gguf_models import FAMILIES, MORE_FAMILIES, model_of, tokenizer_metadata, weights, write_model
 from published_model import gguf_file, needs_published_model
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,19 +43,27 @@ def check_same_output(pair: Any, module: Any) -> None:
     with torch.no_grad():
         expected = module(torch.tensor([PROMPT + ids]), use_cache=False).logits[0]
     found = pair.target.model.reference_logits(PROMPT + ids)
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    recurrent = "linear_attention" in getattr(module.config, "layer_types", ())  # its sums run over the whole text
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-3 if recurrent else 2e-4)
     assert ids == expected[len(PROMPT) - 1 : -1].argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
-@pytest.mark.parametrize("family", FAMILIES)
+KINDS = [
+    *((family, kind) for family in FAMILIES for kind in ("F32", "Q8_0", "Q4_K")),
+    *((family, "F32") for family in MORE_FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_a_file_gives_the_output_of_the_model_that_was_written(family: str, kind: str, tmp_path: Path) -> None:
+    if family in native_models.WRONG:
+        pytest.skip("this version of transformers computes other logits")
     module = model_of(family)
-    before = [weight.clone() for weight in module.parameters()]
+    before = {name: weight.clone() for name, weight in weights(module).items()}
     path = write_model(module, family, tmp_path / "model.gguf", kind)  # gives the model the values in the file
     if kind == "F32":
-        for weight, own in zip(module.parameters(), before, strict=True):
-            torch.testing.assert_close(weight, own, rtol=0, atol=2e-7)  # norms lose a bit by 1 added and subtracted
+        for name, weight in weights(module).items():  # norms lose a bit by 1 added and subtracted
+            torch.testing.assert_close(weight, before[name], rtol=0, atol=5e-7)
     with specgen.load(str(path), dtype="float32") as pair:
         assert pair.target.backend == "native"
         check_same_output(pair, module)
@@ -116,9 +125,12 @@ def test_the_published_file_has_the_tokens_of_its_model(published: Any) -> None:
     assert tokenizer.turn_end == "<|im_end|>"
 
 
-def test_transformers_runs_files_of_known_architectures_without_reading_them(tmp_path: Path, monkeypatch: Any) -> None:
-    module = model_of("llama")
-    path = write_model(module, "llama", tmp_path / "model.gguf", "Q8_0")
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_transformers_runs_files_of_known_architectures_without_reading_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = model_of(family)
+    path = write_model(module, family, tmp_path / "model.gguf")
     monkeypatch.setattr(loading, "find_spec", lambda _: None)  # neither gguf nor accelerate
     with specgen.load(str(path), dtype="float32", backend="transformers") as pair:
         assert pair.target.backend == "transformers"
@@ -175,6 +187,60 @@ def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, An
     with pytest.raises(SpecgenError) as raised:
         specgen.load(str(path), backend="native")
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("qwen3_moe", {"qwen3moe.expert_count": 7}, "has blk.0.ffn_down_exps.weight of 8 x 256 x 256 for 7 experts"),
+        ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "chooses its experts in a way that is not supported"),
+        ("qwen3_moe", {"qwen3moe.expert_weights_scale": 2.5}, "has a qwen3moe.expert_weights_scale of 2.5"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "has no rotary embedding, which is not supported"),
+        ("qwen3_5_text", {"qwen35.ssm.group_count": 3}, "has 3 key heads and 4 value heads in its recurrent layers"),
+        (
+            "qwen3_5_text",
+            {"qwen35.ssm.inner_size": 64},
+            "blk.0.attn_gate.weight of 128 x 64, which does not fit its metadata",
+        ),
+    ],
+)
+def test_metadata_that_does_not_fit_other_architectures_is_refused(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = write_model(model_of(family), family, tmp_path / "model.gguf", **changes)
+    with pytest.raises(SpecgenError) as raised:
+        specgen.load(str(path))
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tensor_that_is_made_of_two_needs_both(tmp_path: Path) -> None:
+    metadata = {"general.architecture": "gpt-oss"}
+    tensors = {"blk.0.ffn_gate_exps.weight": random_stored((2, 4, 32), "F32", 0)}
+    (path,) = write_gguf(tmp_path / "model.gguf", metadata, tensors)
+    with pytest.raises(
+        SpecgenError, match=r"lacks one of the two tensors that are its model\.layers\.0\.mlp\.experts\.gate_up_proj"
+    ):
+        GgufTensors(path, "the model")
+
+
+def test_the_matrix_of_one_expert_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(model_of("qwen3_moe"), "qwen3_moe", tmp_path / "model.gguf", "Q8_0")
+    stored = GgufTensors(path, "the model")
+    asked: list[range | None] = []
+
+    def recorded(tensor: GgufTensor, rows: range | None = None) -> torch.Tensor:
+        asked.append(rows)
+        return read_tensor(tensor, rows)
+
+    monkeypatch.setattr(tensors, "read_tensor", recorded)
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    whole = stored.get_tensor(name)
+    part = stored.get_slice(name)
+    assert part.get_shape() == [256, 256]
+    assert torch.equal(part[3:9], whole[3:9])
+    assert torch.equal(part[:, 5:7], whole[:, 5:7])
+    assert set(asked) == {range(5, 6)}
 
 
 def described(folder: Path, architecture: str, **changes: Any) -> dict[str, Any]:

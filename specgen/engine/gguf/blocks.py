@@ -19,6 +19,7 @@ import torch
 Dequantise = Callable[[torch.Tensor], torch.Tensor]
 
 _PIECE_ELEMENTS = 1 << 17  # converted at a time: intermediate results stay in a cache
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -213,6 +214,22 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     return values.view(-1, 8, 32).mul_(scales[:, :, None]).flatten(1)
 
 
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """1 byte exponent of a power of two, 16 bytes with 4 bits of 32 elements, which choose one of
+    16 values.
+
+    The values are twice those of the format, and the power half of its.
+    """
+    exponents = blocks[:, :1].int()
+    subnormal = torch.full_like(exponents, 1 << 21) << exponents.clamp(max=1)
+    bits = torch.where(exponents < 2, subnormal, (exponents - 1).clamp(min=0) << 23)
+
+    choices = _nibbles(blocks[:, 1:]).flatten()
+    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
+    values = table.index_select(0, choices.int())
+    return values.view(-1, 32).mul_(bits.view(torch.float32))
+
+
 def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     """Returns the float16 number at `offset` of each block as float32 [n, 1]."""
     return blocks[:, offset : offset + 2].view(torch.float16).float()
@@ -246,6 +263,7 @@ TYPES: Mapping[str, BlockType] = {
     "Q5_0": BlockType(32, 22, dequantise=_q5_0),
     "Q5_1": BlockType(32, 24, dequantise=_q5_1),
     "Q8_0": BlockType(32, 34, dequantise=_q8_0),
+    "MXFP4": BlockType(32, 17, dequantise=_mxfp4),
     "Q4_K": BlockType(256, 144, dequantise=_q4_k),
     "Q5_K": BlockType(256, 176, dequantise=_q5_k),
     "Q6_K": BlockType(256, 210, dequantise=_q6_k),

@@ -23,7 +23,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.text import shown
 from specgen.base.types import Context
 from specgen.engine.devices import inference
-from specgen.engine.gguf.config import ARCHITECTURES, gguf_config
+from specgen.engine.gguf.architectures import ARCHITECTURES
+from specgen.engine.gguf.config import gguf_config
 from specgen.engine.gguf.file import GgufFile, is_gguf, open_gguf
 from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.model import ModelShape, of_transformers
