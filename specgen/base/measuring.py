@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -56,6 +56,34 @@ def spread(seconds: Sequence[float]) -> float:
         return math.inf
     quarter = len(ordered) // 4
     return ordered[-1 - quarter] / ordered[quarter]
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """Times of pieces of work: the `seconds` that each took, and those in which the thread that did it ran (`own`).
+
+    Beside busy programs all of them may take long, and evenly, but the thread then waits for a processor.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+
+    def time(self, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        own_start = time.thread_time()
+        work()
+        own = time.thread_time() - own_start
+        self.add(time.perf_counter() - start, own)
+
+    def add(self, seconds: float, own: float) -> None:
+        self.seconds.append(seconds)
+        self.own.append(own)
+
+    @property
+    def wait(self) -> float:
+        """Seconds that passed over those in which the thread ran: 1 on a quiet machine, and where nothing was measured."""
+        own = sum(self.own)
+        return sum(self.seconds) / own if own > 0 else 1.0
 
 
 def undisturbed(seconds: Sequence[float]) -> float:

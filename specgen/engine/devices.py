@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from specgen.base.errors import SpecgenError
-from specgen.base.measuring import Sample, spread, timed
+from specgen.base.measuring import Sample, ThreadTimes, spread, timed
 
 AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `spread.placement`
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
@@ -256,7 +256,7 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     if all_threads == 1:
         return Sample(ThreadChoice(1, "torch has one"), 0, 1.0)
 
-    single = ProcessorShare()
+    single = ThreadTimes()
 
     def run(threads: int) -> None:
         torch.set_num_threads(threads)
@@ -276,26 +276,6 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     choice = ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
     scatter = max(map(spread, samples.values()))
     return Sample(choice, min(map(len, samples.values())), max(scatter, single.wait))
-
-
-class ProcessorShare:
-    """How much longer work took than the processor time of the thread that did it."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._own_seconds = 0.0
-
-    def time(self, work: Callable[[], object]) -> None:
-        start = time.perf_counter()
-        own_start = time.thread_time()
-        work()
-        self._own_seconds += time.thread_time() - own_start
-        self._seconds += time.perf_counter() - start
-
-    @property
-    def wait(self) -> float:
-        """Seconds that passed over seconds of processor time: 1 on a quiet machine, and where nothing was measured."""
-        return self._seconds / self._own_seconds if self._own_seconds > 0 else 1.0
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:

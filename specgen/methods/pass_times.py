@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from specgen.base.measuring import STEADY, Sample, distinct_ids, spread, undisturbed
+from specgen.base.measuring import STEADY, Sample, ThreadTimes, distinct_ids, spread, undisturbed
 from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts
 
 if TYPE_CHECKING:
@@ -72,47 +72,49 @@ class _Timed:
         Every third step is followed by ones with target passes over one token and over two, so that a slow phase of the machine
         affects all.
         """
-        drafts: list[float] = []  # seconds of a draft pass
-        own_drafts: list[float] = []  # those in which its thread ran
-        passes: dict[int, list[float]] = {width: [], 1: [], 2: []}  # seconds of target passes by the number of tokens
-        own: dict[int, list[float]] = {width: [], 1: [], 2: []}  # those in which this thread ran
+        drafts = ThreadTimes()  # of a draft pass
+        passes = {width: ThreadTimes(), 1: ThreadTimes(), 2: ThreadTimes()}  # of target passes by the number of tokens
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
             for tokens in (width, 1, 2) if number % 3 == 0 else (width,):
-                seconds, own_seconds, drafted = self.step(tokens, width)
-                passes[tokens].append(seconds)
-                own[tokens].append(own_seconds)
+                drafted = self.step(tokens, width, passes[tokens])
                 # Infinite where the draft model cannot follow this context: the window is 1 then.
-                drafts.append(self.drafter.seconds / drafted if drafted else math.inf)
-                own_drafts.append(self.drafter.own_seconds / drafted if drafted else math.inf)
-        # Beside busy programs all passes may take long, and evenly, but this thread waits for a processor then.
-        wait = 1.0
-        if self.target.device.type == "cpu" and sum(own[width]) > 0:
-            wait = sum(passes[width]) / sum(own[width])
-        if wait > STEADY:
-            passes = own
-            drafts = own_drafts
-        warm = {tokens: _warm(seconds) for tokens, seconds in passes.items()}
-        times = (_warm(drafts), warm[width], warm[1], warm[2])
-        draft, whole, single, double = (max(undisturbed(seconds), _SHORTEST) for seconds in times)
-        costs = ParallelCosts(draft, whole, single, double, width, len(self.context))
-        scatter = max(spread(warm[width]), spread(_warm(drafts)))
-        return Sample(costs, len(warm[width]), max(scatter, wait))
+                seconds = self.drafter.seconds / drafted if drafted else math.inf
+                own = self.drafter.own_seconds / drafted if drafted else math.inf
+                drafts.add(seconds, own)
+        wait = passes[width].wait if self.target.device.type == "cpu" else 1.0
 
-    def step(self, tokens: int, window: int) -> tuple[float, float, int]:
-        """Returns the seconds of a target pass over `tokens` tokens, those in which this thread ran, and how many tokens (at
-        most `window`) were drafted meanwhile."""
+        def warm(times: ThreadTimes) -> list[float]:
+            return _warm(times.own if wait > STEADY else times.seconds)
+
+        whole = warm(passes[width])
+        drafting = warm(drafts)
+        times = (drafting, whole, warm(passes[1]), warm(passes[2]))
+        draft, target, single, double = (max(undisturbed(seconds), _SHORTEST) for seconds in times)
+        costs = ParallelCosts(draft, target, single, double, width, len(self.context))
+        scatter = max(spread(whole), spread(drafting))
+        return Sample(costs, len(whole), max(scatter, wait))
+
+    def step(self, tokens: int, window: int, times: ThreadTimes) -> int:
+        """Adds the time of a target pass over `tokens` tokens to `times`. Returns how many tokens (at most `window`) were drafted
+        meanwhile."""
+
+        def run() -> None:
+            self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)
+
         self.drafter.start(self.context, (), window)
-        if self.timer is not None:
-            self.timer.start()
-        own_start = time.thread_time()
+        if self.timer is None:
+            times.time(run)
+            return len(self.drafter.finish().tokens)
+        self.timer.start()
         start = time.perf_counter()
-        self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)
-        end = time.perf_counter() if self.timer is None else self.timer.mark()
-        own_seconds = time.thread_time() - own_start
+        run()
+        end = self.timer.mark()
         drafted = len(self.drafter.finish().tokens)
-        return (end() if callable(end) else end) - start, own_seconds, drafted
+        seconds = end() - start
+        times.add(seconds, seconds)
+        return drafted
 
 
 def _warm(seconds: list[float]) -> list[float]:
