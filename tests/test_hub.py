@@ -201,7 +201,7 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
         assert pair.draft.name == str(place / "small")
         assert pair.generate("def f(", "eagle", max_new_tokens=8).token_ids == pair.generate("def f(", max_new_tokens=8).token_ids
         measured = {"adaptive": 10.0, "eagle": 20.0}
-        monkeypatch.setattr(pair.measurements, "get", lambda kind, key, measure, read: measured)
+        monkeypatch.setattr(pair.measurements, "get", lambda kind, key, measure, read: (measured, {}))
         assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "eagle"
         measured["adaptive"] = 30.0
         assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "adaptive"
@@ -211,12 +211,45 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
     assert re.fullmatch(rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*", second)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float
+) -> None:
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specgen.cli.opening.spread", lambda _: 1.0)  # other programs may run beside this test
+    monkeypatch.setattr("specgen.base.measuring._LARGEST_FACTOR", 1e3)
+    file = tmp_path / "cache" / "measurements.json"
+
+    def stored() -> dict[str, Any]:
+        (entry,) = json.loads(file.read_text())["drafters"].values()
+        return dict(entry["value"])
+
+    def choose(*, runs: bool) -> None:
+        with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair:
+            name = choose_found(pair, "def f(", GREEDY, console(stderr=True), quiet=True)
+            if runs:
+                pair.generate("def f(", name, max_new_tokens=60, ignore_eos=True)
+
+    choose(runs=False)
+    content = json.loads(file.read_text())
+    (entry,) = content["drafters"].values()
+    assert set(entry["value"]["speeds"]) == {"adaptive", "eagle"}
+    entry["value"]["passes"] = {width: seconds * factor for width, seconds in entry["value"]["passes"].items()}
+    file.write_text(json.dumps(content))
+    before = stored()
+    choose(runs=True)
+    assert stored() == before, "the run itself goes on"
+    choose(runs=False)
+    assert (stored() == before) == (factor == 1.0)
+    assert max(stored()["passes"].values()) < 1e3
+
+
 def test_a_head_that_was_trained_again_is_tried_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
 
-    def kept(kind: str, key: Sequence[str], *_: object) -> dict[str, float]:
+    def kept(kind: str, key: Sequence[str], *_: object) -> tuple[dict[str, float], dict[int, float]]:
         keys.append(tuple(key))
-        return {"adaptive": 10.0}
+        return {"adaptive": 10.0}, {}
 
     folder = next((place.parent / "hub").glob("**/config.json")).parent
     with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair:

@@ -17,9 +17,9 @@ from tuning_helpers import GREEDY
 
 import specgen
 from specgen import demo
-from specgen.base.measuring import Sample
+from specgen.base.measuring import PassCheck, Sample
 from specgen.base.types import SamplingParams
-from specgen.decoding.parallel_costs import ParallelCosts, PassCheck
+from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.devices import ThreadChoice
 from specgen.pair import measurements, skip_search
 from specgen.pair.measurements import Measurements
@@ -187,10 +187,11 @@ def test_pass_times_far_from_those_of_a_run_are_measured_again_before_the_next(
 )
 def test_a_run_doubts_costs_that_its_passes_do_not_have(target: float, draft: float, passes: int, is_doubted: bool) -> None:
     doubts: list[bool] = []
-    check = PassCheck(COSTS, lambda: doubts.append(True))
+    check = PassCheck(lambda: doubts.append(True))
     for number in range(passes):
         stall = 100 if number == 3 else 1
-        check.add(9, 0.0176 * target * stall, 4, 0.008 * draft * stall)
+        check.add("target", 0.0176 * target * stall, 0.0176)
+        check.add("draft", 0.008 * draft * stall, 0.008)
     check.end()
     assert bool(doubts) == is_doubted
 
@@ -228,14 +229,73 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         assert cast(Any, pair._worker)._channel is None
 
 
+def pick(monkeypatch: pytest.MonkeyPatch, choice: ThreadChoice, spread: float = 1.1) -> list[object]:
+    """Has this number of threads chosen, after runs of the work with it and with one more. Returns the work of each choice."""
+    timed: list[object] = []
+
+    def picked(work: Callable[[], object]) -> Sample[ThreadChoice]:
+        timed.append(work)
+        for threads in (choice.threads + 1, choice.threads, choice.threads):
+            torch.set_num_threads(threads)
+            work()
+        return Sample(choice, 2, spread)
+
+    monkeypatch.setattr(measurements, "pick_threads", picked)
+    return timed
+
+
 def test_the_number_of_threads_is_measured_once_unless_a_command_measures(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, used = [], []
+    timed, used = 0, []
     chosen = ThreadChoice(3, "the fewest", {3: 0.1, 4: 0.2})
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     for remembered, times, spread in ((True, 1, 2.0), (True, 2, 1.1), (True, 2, 1.1), (False, 3, 1.1)):
-        monkeypatch.setattr(
-            measurements, "pick_threads", lambda work, spread=spread: timed.append(work) or Sample(chosen, 2, spread)
-        )
+        picked = pick(monkeypatch, chosen, spread)
         known = Measurements(near.target, near.draft)
-        known.set_threads(lambda: None, remembered=remembered)
-        assert (len(timed), known.threads, used.pop()) == (times, chosen, 3)
+        known.set_threads(lambda: {1: 0.1}, remembered=remembered)
+        timed += len(picked)
+        assert (timed, known.threads, used.pop()) == (times, chosen, 3)
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(1000.0, True), (1e-9, True), (None, False)])
+def test_a_number_of_threads_whose_passes_are_not_those_of_a_run_is_chosen_again(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, seconds: float | None, again: bool
+) -> None:
+    """It was chosen beside a busy program. The next process chooses it again, also if its number was another one before."""
+    threads = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
+    request = near.request([1, 5, 6], "ar", SamplingParams(max_new_tokens=20, ignore_eos=True))
+    taken = [round_.seconds["verify"] for round_ in fresh(near).run(request).rounds()][1:]
+    passes = {1: min(taken) if seconds is None else seconds, 5: 1000.0}
+    if seconds is None:  # as far as other programs let this one run evenly
+        monkeypatch.setattr("specgen.base.measuring._LARGEST_FACTOR", 1000.0)
+
+    numbers = []
+    for choice in (3, 2):
+        timed = pick(monkeypatch, ThreadChoice(choice, "the fewest", {choice: 0.1}))
+        threads[0] = 4
+        pair = fresh(near)
+        work = lambda choice=choice: passes if threads[0] == choice else {1: 1e-12}  # noqa: E731
+        pair.measurements.set_threads(work, remembered=True)
+        assert len(list(pair.run(request).rounds())) > 8
+        numbers.append((threads[0], len(timed)))
+    assert numbers == [(3, 1), (2, 1) if again else (3, 0)]
+
+
+def test_passes_that_cannot_be_compared_put_nothing_in_doubt(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other widths, and after a long context; and those of PEARL, whose target shares the processor."""
+    monkeypatch.setattr(measurements, "LONGEST_COMPARED", 40)
+    for method, prompt, passes in (
+        ("ar", [1, 5, 6], {2: 1e3}),
+        ("ar", [1, 5, 6] * 20, {1: 1e3}),
+        ("pearl", [1, 5, 6], {1: 1e3}),
+    ):
+        pair = fresh(near)
+        got(pair.measurements, source=Source())
+        pair.measurements.watch("numbers", (1,), passes)
+        settings = {"window": 2} if method == "pearl" else {}
+        pair.generate(prompt, method, max_new_tokens=12, ignore_eos=True, **settings)
+        assert got(pair.measurements) == 1
+    pair.measurements.watch("numbers", (1,), {1: 1e3})
+    pair.generate([1, 5, 6], "ar", max_new_tokens=12, ignore_eos=True)
+    assert got(pair.measurements, source=Source(2.0)) == 2

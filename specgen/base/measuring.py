@@ -26,6 +26,8 @@ RAPL = Path("/sys/class/powercap")
 IDLE_SECONDS = 2.0
 _TICK = 0.25  # longest wait for a counter to change, in seconds
 STEADY = 1.5  # the largest spread of a sample that is kept
+_FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
+_LARGEST_FACTOR = 1.5  # between measured passes and those of a run, above which they are measured again
 Key = TypeVar("Key")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -89,6 +91,29 @@ class ThreadTimes:
 def undisturbed(seconds: Sequence[float]) -> float:
     """Returns the time that one in ten is shorter than: other programs make work longer, never shorter."""
     return sorted(seconds)[len(seconds) // 10]
+
+
+class PassCheck:
+    """Compares the times of a run's passes with measured ones, and calls `doubt` at its end if they are far from them."""
+
+    def __init__(self, doubt: Callable[[], None]) -> None:
+        self._doubt = doubt
+        self._factors: dict[str, list[float]] = {}
+
+    def add(self, kind: str, seconds: float, measured: float) -> None:
+        """Adds a pass of this kind: the seconds that it took, and those that such a pass took when it was measured."""
+        self._factors.setdefault(kind, []).append(seconds / measured)
+
+    def end(self) -> None:
+        for factors in self._factors.values():
+            if len(factors) < 2:
+                continue
+            factor = undisturbed(factors)
+            is_slower = factor > _LARGEST_FACTOR and len(factors) >= _FEWEST_CHECKED
+            is_faster = factor * _LARGEST_FACTOR < 1  # nothing makes a pass shorter: a few are enough
+            if is_slower or is_faster:
+                self._doubt()
+                return
 
 
 def timed(

@@ -4,13 +4,14 @@ a machine."""
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -263,24 +264,35 @@ def _drafts_by_default(pair: Pair) -> Found | None:
 def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]) -> dict[str, float]:
     """Returns the tokens per second of those methods of `names` that can run, in a few rounds after the text, fastest first.
 
-    Measured once for these models and what was found for them.
+    Measured once for these models and what was found for them, and again if later runs have other times.
     """
+    from specgen.pair.measurements import LONGEST_COMPARED, pass_times  # imports torch
+
     sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
 
-    def measure() -> Sample[dict[str, float]]:
+    def measure() -> Sample[dict[str, Any]]:
         speeds = {}
+        passes: dict[int, float] = {}
         scatter = 1.0
         for name in names:
             announce(f"trying {name}")
             with suppress(SpecgenError):
-                rounds = list(islice(pair.rounds(text, name, sampling), TRIAL_ROUNDS))[2:]  # the first two warm up
+                request = pair.request(text, name, sampling)
+                rounds = list(islice(pair.run(request).rounds(), TRIAL_ROUNDS))[2:]  # the first two warm up
                 seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
                 speeds[name] = sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
                 scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
-        return Sample(speeds, TRIAL_ROUNDS - 2, scatter)
+                for round_ in rounds if len(request.prompt_ids) < LONGEST_COMPARED else ():
+                    width = round_.pass_tokens
+                    passes[width] = min(round_.seconds["verify"], passes.get(width, math.inf))
+        return Sample({"speeds": speeds, "passes": passes}, TRIAL_ROUNDS - 2, scatter)
+
+    def read(stored: Mapping[str, Any]) -> tuple[dict[str, float], dict[int, float]]:
+        return dict(stored["speeds"]), pass_times(stored["passes"])
 
     key = tuple(f"{each.kind} {each.folder} {_weights(each.folder)}" for each in pair.found)
-    speeds = pair.measurements.get("drafters", key, measure, dict)
+    speeds, passes = pair.measurements.get("drafters", key, measure, read)
+    pair.measurements.watch("drafters", key, passes)
     return dict(sorted(speeds.items(), key=lambda each: -each[1])) or {methods.DEFAULT_METHOD: 0.0}
 
 

@@ -18,7 +18,8 @@ from specgen.base.types import Context, Draft, Mode, Round
 from specgen.engine.devices import inference, synchronizer
 
 if TYPE_CHECKING:
-    from specgen.decoding.parallel_costs import PassCheck, Window
+    from specgen.base.measuring import PassCheck
+    from specgen.decoding.parallel_costs import ParallelCosts, Window
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Run
 
@@ -65,14 +66,15 @@ class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
 
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
-    are verified. Both are ablations in the paper's Table 3. `check` compares the run's passes with those that the window was
-    computed from; None if it was given.
+    are verified. Both are ablations in the paper's Table 3. `check` compares the run's passes with `costs`, those that the window
+    was computed from; None if it was given.
     """
 
     drafter: ParallelDrafter
     window: Window
     pre_verify: bool = True
     post_verify: bool = True
+    costs: ParallelCosts | None = None
     check: PassCheck | None = None
 
     def __call__(self, run: Run) -> Iterator[Round]:
@@ -124,9 +126,16 @@ class Parallel:
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)
-        if self.check is not None:
-            self.check.add(len(inputs) + 1, round_.seconds["verify"], drafted, self.drafter.seconds)
+        self._compare(len(inputs) + 1, round_.seconds["verify"], drafted)
         return round_, fresh.part(1) if verdict.token is None else Draft()
+
+    def _compare(self, width: int, seconds: float, drafted: int) -> None:
+        """Has a target pass over `width` tokens checked, and the draft of `drafted` tokens, 0 if there is none."""
+        if self.check is None or self.costs is None:
+            return
+        self.check.add("target", seconds, self.costs.target_passes.at(width))
+        if drafted:
+            self.check.add("draft", self.drafter.seconds, drafted * self.costs.draft_pass)
 
     def _start(self, run: Run, unverified: Draft, window: int) -> int:
         """Starts a draft of at most `window` tokens after the unverified tokens. Returns `window`.

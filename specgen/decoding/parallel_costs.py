@@ -6,17 +6,13 @@ target pass does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from specgen.base.measuring import undisturbed
 from specgen.decoding.costs import Curve
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
-_FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
-_LARGEST_FACTOR = 1.5  # between measured passes and those of a run, above which they are measured again
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +106,6 @@ class ParallelCosts:
 def usual_window(draft_cost: float) -> int:
     """Returns the window where nothing may be measured, for a draft pass that costs `draft_cost` target passes."""
     return _rounded(1 / draft_cost)
-
-
-class PassCheck:
-    """Compares the times of a run's passes with the measured `costs`, and calls `doubt` at its end if they are far from them."""
-
-    def __init__(self, costs: ParallelCosts, doubt: Callable[[], None]) -> None:
-        self._costs = costs
-        self._doubt = doubt
-        self._targets: list[float] = []  # seconds of each pass, divided by the measured ones
-        self._drafts: list[float] = []
-
-    def add(self, width: int, verification: float, drafted: int, drafting: float) -> None:
-        """Adds a target pass over `width` tokens, and a draft of `drafted` tokens, 0 if there is none. Times are in seconds."""
-        self._targets.append(verification / self._costs.target_passes.at(width))
-        if drafted:
-            self._drafts.append(drafting / drafted / self._costs.draft_pass)
-
-    def end(self) -> None:
-        for factors in (self._targets, self._drafts):
-            if len(factors) < 2:
-                continue
-            factor = undisturbed(factors)
-            is_slower = factor > _LARGEST_FACTOR and len(factors) >= _FEWEST_CHECKED
-            is_faster = factor * _LARGEST_FACTOR < 1  # nothing makes a pass shorter: a few are enough
-            if is_slower or is_faster:
-                self._doubt()
-                return
 
 
 def _rounded(ratio: float) -> int:

@@ -3,6 +3,7 @@ needs that runs on devices: copies between them, waiting for them, and torch's i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -243,7 +244,8 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
 
     The sample's spread is that of the times, or the time with one thread over its own processor time if that is more: beside
-    busy programs all times may be long, and evenly, but the thread then waits for a processor.
+    busy programs all times may be long, and evenly, but the thread then waits for a processor. It is infinite where nothing is
+    timed.
 
     `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
     gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
@@ -252,9 +254,9 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
-        return Sample(ThreadChoice(all_threads, "OMP_NUM_THREADS is set"), 0, 1.0)
+        return Sample(ThreadChoice(all_threads, "OMP_NUM_THREADS is set"), 0, math.inf)
     if all_threads == 1:
-        return Sample(ThreadChoice(1, "torch has one"), 0, 1.0)
+        return Sample(ThreadChoice(1, "torch has one"), 0, math.inf)
 
     single = ThreadTimes()
 

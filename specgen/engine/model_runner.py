@@ -5,6 +5,7 @@ Callers pass the whole sequence and get logits; the runner runs those tokens tha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from statistics import median
@@ -257,14 +258,21 @@ class ModelRunner:
         return float(total)
 
 
-def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> None:
-    """Runs passes such as those of a round, so that later ones are not slower because they are the first of their kind."""
+def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> dict[int, float]:
+    """Runs passes such as those of a round, so that later ones are not slower because they are the first of their kind.
+
+    Returns the seconds of the target's passes by their number of tokens. On a device that is not waited for, they say nothing.
+    """
     context, others = Context([0, 1]), distinct_ids(4, target.num_embeddings)
     if draft is not None:
         for length in range(4):
             draft.logits(context, [1] * length, start=length)
+    width = max(1, len(context) - target.cached_tokens(context))
+    begin = time.perf_counter()
     target.logits(context)
+    middle = time.perf_counter()
     target.logits(context, others)
+    return {width: middle - begin, 1 + len(others): time.perf_counter() - middle}
 
 
 def time_passes(runner: Any, widths: Sequence[int], context_length: int) -> dict[int, float]:

@@ -9,18 +9,20 @@ depends on them (`Request.is_repeatable`) take those of the profile, or what fol
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict, astuple, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from specgen.base.files import cache_folder, write_whole
 from specgen.base.machine import machine, thread_settings, versions
-from specgen.base.measuring import Sample
+from specgen.base.measuring import PassCheck, Sample
+from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
@@ -29,8 +31,10 @@ from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCost
 from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
+    from specgen.base.types import Round
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.parallel_costs import ParallelCosts
+    from specgen.decoding.run import Run, Schedule
     from specgen.methods.method import Method
     from specgen.pair.request import Request
 
@@ -40,6 +44,8 @@ _MOST = 500  # values of a kind in the file; the oldest ones leave first
 _IN_DOUBT = "in_doubt"  # in an entry of the file: it is to be measured again
 _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 
+THREADS = "threads"  # the kind of measurements that are numbers of CPU threads
+LONGEST_COMPARED = 512  # tokens of a context, up to which passes are compared with those after a short one
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
@@ -65,6 +71,8 @@ class Measurements:
         self._target, self._draft = target, draft
         self._known: dict[tuple[str, Key], Any] = {}
         self._doubted: set[tuple[str, Key]] = set()
+        self._watched: dict[tuple[str, Key], Curve] = {}
+        self._default_threads: int | None = None  # torch's number before it was chosen
 
     def get(
         self,
@@ -126,13 +134,13 @@ class Measurements:
 
     def _entry(self, kind: str, key: Key, *, with_draft: bool) -> dict[str, Any]:
         """Returns what the user's cache file holds of `kind` under `key`: the fields of a `Sample`. Empty if it holds nothing."""
-        entry = _stored().get(kind, {}).get(self._digest(key, with_draft=with_draft))
+        entry = _stored().get(kind, {}).get(self._digest(kind, key, with_draft=with_draft))
         return entry if isinstance(entry, dict) else {}
 
     def _write(self, kind: str, key: Key, value: dict[str, Any], *, with_draft: bool) -> None:
-        digest = self._digest(key, with_draft=with_draft)
         from filelock import FileLock, Timeout  # imports asyncio; most runs write nothing
 
+        digest = self._digest(kind, key, with_draft=with_draft)
         with suppress(OSError, Timeout, ValueError):
             json.dumps(value, allow_nan=False)
             _path().parent.mkdir(parents=True, exist_ok=True)
@@ -143,23 +151,53 @@ class Measurements:
                 stored[kind] = dict([*values.items(), (digest, value)][-_MOST:])
                 write_whole(_path(), json.dumps(stored, indent=1))
 
-    def set_threads(self, work: Callable[[], object], *, remembered: bool) -> None:
+    def watch(self, kind: str, key: Key, passes: Mapping[int, float]) -> None:
+        """Has runs compare their passes with the target's `passes` (seconds by number of tokens), which were timed together with
+        the value of `kind` under `key`. It is put in doubt by passes that are far from these."""
+        if passes:
+            self._watched[kind, key] = Curve(passes)
+
+    def checked(self, schedule: Schedule) -> Schedule:
+        """Returns a schedule of plain rounds with the comparisons of `watch`."""
+        watched = dict(self._watched)
+        if not watched:
+            return schedule
+
+        def rounds(run: Run) -> Iterator[Round]:
+            checks = [(PassCheck(partial(self.doubt, *name)), passes) for name, passes in watched.items()]
+            with closing(cast("Generator[Round]", schedule(run))) as made:
+                try:
+                    for round_ in made:
+                        for check, passes in checks:
+                            _compare(check, passes, round_, len(run.context))
+                        yield round_
+                finally:
+                    for check, _ in checks:
+                        check.end()
+
+        return rounds
+
+    def set_threads(self, work: Callable[[], Mapping[int, float]], *, remembered: bool) -> None:
         """Sets torch's number of CPU threads for the whole process: the one in the file if `remembered`, else see `pick_threads`.
 
-        `work` is a round of decoding with these models.
+        `work` is a round of decoding with these models, and returns the seconds of the target's passes by their number of tokens.
+        Runs compare theirs with them: with a number that was chosen on a busy machine, they are faster on a quiet one.
         """
-        chosen = self.stored("threads", (), _thread_choice) if remembered else None
-        if chosen is None:
-            sample = pick_threads(work)
-            chosen = sample.value
-            if chosen.seconds:
-                self.put("threads", (), sample.holding(asdict(chosen)))
+        if self._default_threads is None:
+            self._default_threads = torch.get_num_threads()
+        if not remembered:
+            self._doubted.add((THREADS, ()))
+        chosen, passes = self.get(THREADS, (), partial(_pick_threads, work), _thread_choice)
         torch.set_num_threads(chosen.threads)
         self.threads = chosen
+        self.watch(THREADS, (), passes)
 
-    def _digest(self, key: Key, *, with_draft: bool) -> str:
+    def _digest(self, kind: str, key: Key, *, with_draft: bool) -> str:
         """Returns a hash of the key and of what changes how long passes take: the machine, the versions and the models (the draft
         model only `with_draft`)."""
+        threads = torch.get_num_threads()
+        if kind == THREADS and self._default_threads is not None:
+            threads = self._default_threads  # the value is this process's number by now
         models = [self._target, *([self._draft] if self._draft is not None and with_draft else [])]
         conditions = {
             "key": key,
@@ -169,16 +207,45 @@ class Measurements:
             "dtypes": [model.dtype_name for model in models],
             "backends": [model.backend for model in models],
             "exact": self._target.exact,
-            "threads": [torch.get_num_threads(), thread_settings()],
+            "threads": [threads, thread_settings()],
             "versions": versions(),
             "machine": machine(),
         }
         return sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _thread_choice(stored: Any) -> ThreadChoice:
+def _pick_threads(work: Callable[[], Mapping[int, float]]) -> Sample[dict[str, Any]]:
+    """Returns the chosen number of CPU threads as a JSON value, with the seconds of the target's passes with this number."""
+    timed: list[tuple[int, Mapping[int, float]]] = []
+    sample = pick_threads(lambda: timed.append((torch.get_num_threads(), work())))
+    passes: dict[int, float] = {}
+    for threads, seconds in timed:
+        if threads == sample.value.threads:
+            passes = {width: min(taken, passes.get(width, taken)) for width, taken in seconds.items()}
+    return sample.holding(asdict(sample.value) | {"passes": passes})
+
+
+def _thread_choice(stored: Any) -> tuple[ThreadChoice, dict[int, float]]:
     seconds = {int(threads): float(each) for threads, each in stored["seconds"].items()}
-    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds)
+    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds), pass_times(stored["passes"])
+
+
+def pass_times(stored: Mapping[Any, Any]) -> dict[int, float]:
+    """Returns the seconds of passes by their number of tokens from the JSON value in the file. Raises ValueError if one of them
+    is not positive."""
+    passes = {int(width): float(seconds) for width, seconds in stored.items()}
+    if not all(seconds > 0 for seconds in passes.values()):
+        raise ValueError("a pass takes some time")
+    return passes
+
+
+def _compare(check: PassCheck, passes: Curve, round_: Round, context_length: int) -> None:
+    """Has a round's pass checked, if it is one that can be compared: of a width between those of `passes`, and after a context
+    so short that attention to it takes no time."""
+    width = round_.pass_tokens
+    is_usual = round_.mode == "sequential" and context_length <= LONGEST_COMPARED
+    if is_usual and min(passes.points) <= width <= max(passes.points):
+        check.add("target", round_.seconds["verify"], passes.at(width))
 
 
 def _path() -> Path:

@@ -12,12 +12,12 @@ import torch
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.measuring import Sample
+from specgen.base.measuring import PassCheck, Sample
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, PassCheck, usual_window
-from specgen.decoding.run import Clock, Run, StopTexts, Turns
+from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, usual_window
+from specgen.decoding.run import Clock, Run, StopTexts, Turns, sequential
 from specgen.engine.devices import device_timer
 from specgen.engine.model_loading import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, run_some_passes
@@ -48,6 +48,7 @@ from specgen.pair.request import (
 from specgen.workers.worker import DraftWorker
 
 if TYPE_CHECKING:
+    from specgen.decoding.run import Schedule
     from specgen.pair.finding import Found, Search
     from specgen.pair.profile import Profile
     from specgen.pair.profile_place import ProfileSource
@@ -305,12 +306,21 @@ class Pair:
         clock = Clock(device_timer(self.target.device))
         costs = None if window is None else passes
         run = runs.make_run(method, settings, setup, Context(request.prompt_ids), request.limit, stops, clock, costs=costs)
-        if costs is not None and isinstance(run.schedule, Parallel):
-            key = _passes_key(self, request.typical_length, sampling, record=request.record)
-            check = PassCheck(costs, partial(self.measurements.doubt, PASSES, key))
-            run.schedule = replace(run.schedule, check=check)
+        run.schedule = self._checked(run.schedule, request, costs)
         run.lock = self.lock
         return run
+
+    def _checked(self, schedule: Schedule, request: Request, costs: ParallelCosts | None) -> Schedule:
+        """Returns the schedule with comparisons of its passes with measured ones.
+
+        PEARL's are compared with its `costs`, if the window was computed from them, those of other rounds with the watched ones.
+        """
+        if costs is not None and isinstance(schedule, Parallel):
+            key = _passes_key(self, request.typical_length, request.sampling, record=request.record)
+            return replace(schedule, costs=costs, check=PassCheck(partial(self.measurements.doubt, PASSES, key)))
+        if schedule is sequential and not request.method.needs_exit_layer:
+            return self.measurements.checked(schedule)
+        return schedule
 
     def _has_model(self, method: Method) -> bool:
         """Whether a model, or a part of the target, makes at least some of the method's drafts."""
