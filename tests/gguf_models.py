@@ -553,6 +553,17 @@ MORE_FAMILIES = {
 }
 
 
+# Those that transformers alone runs.
+OTHER_FAMILIES = {
+    "starcoder2": Family(
+        "starcoder2",
+        {**_SMALL, "rope_theta": 1e5, "use_bias": True, "norm_epsilon": 1e-5, "tie_word_embeddings": False},
+        lambda config: {"starcoder2.attention.layer_norm_epsilon": config["norm_epsilon"]},
+        {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    ),
+}
+
+
 def model_of(family: str) -> Any:
     """A tiny random float32 model of transformers, whose next token depends on all tokens before it."""
     model_type = family.partition(",")[0]
@@ -568,7 +579,7 @@ def model_of(family: str) -> Any:
 
 
 def described(family: str) -> Family:
-    return {**FAMILIES, **MORE_FAMILIES}[family]
+    return {**FAMILIES, **MORE_FAMILIES, **OTHER_FAMILIES}[family]
 
 
 def write_model(module: Any, family: str, path: Path, kind: str = "F32", **metadata: Any) -> Path:
@@ -665,11 +676,12 @@ def _metadata(config: Any, family: Family) -> Metadata:
     if "head_dim" in family.config:
         own |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     found = {f"{family.architecture}.{key}": value for key, value in own.items()}
-    return {"general.architecture": family.architecture, **found, **family.metadata(fields)}
+    stated = {key: value for key, value in found.items() if value is not None}
+    return {"general.architecture": family.architecture, **stated, **family.metadata(fields)}
 
 
-def tokenizer_metadata(tokenizer: str | None = None, pre: str = "gpt-2") -> Metadata:
-    """The metadata of a byte-level tokenizer, by default a small one."""
+def tokenizer_metadata(tokenizer: str | None = None, pre: str = "gpt-2", rows: int = 0) -> Metadata:
+    """The metadata of a byte-level tokenizer, by default a small one, filled up to `rows` tokens."""
     described = json.loads(byte_level() if tokenizer is None else tokenizer)
     vocabulary: dict[str, int] = dict(described["model"]["vocab"])
     types = dict.fromkeys(vocabulary.values(), 1)
@@ -677,7 +689,7 @@ def tokenizer_metadata(tokenizer: str | None = None, pre: str = "gpt-2") -> Meta
         vocabulary[token["content"]] = token["id"]
         types[token["id"]] = 3 if token["special"] else 4
     texts = {id_: text for text, id_ in vocabulary.items()}
-    count = max(texts) + 1
+    count = max(rows, max(texts) + 1)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

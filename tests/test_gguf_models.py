@@ -11,7 +11,7 @@ import pytest
 import torch
 from cli_helpers import run_main
 from gguf_files import random_stored, write_gguf
-from gguf_models import FAMILIES, MORE_FAMILIES, model_of, tokenizer_metadata, weights, write_model
+from gguf_models import FAMILIES, MORE_FAMILIES, ROWS, model_of, tokenizer_metadata, weights, write_model
 from published_model import gguf_file, needs_published_model
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -135,6 +135,27 @@ def test_transformers_runs_files_of_known_architectures_without_reading_them(
     with specgen.load(str(path), dtype="float32", backend="transformers") as pair:
         assert pair.target.backend == "transformers"
         check_same_output(pair, module)
+
+
+def test_transformers_reads_files_of_other_architectures(tmp_path: Path) -> None:
+    """Also with another base of the rotary frequencies than its reader's, which knows none for this architecture."""
+    module = model_of("starcoder2")
+    path = write_model(module, "starcoder2", tmp_path / "model.gguf", **tokenizer_metadata(rows=ROWS))
+    with specgen.load(str(path), dtype="float32") as pair:
+        assert pair.target.backend == "transformers"
+        check_same_output(pair, module)
+        prompt = torch.tensor([PROMPT])
+        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = module.generate(prompt, **options)[0, len(PROMPT) :].tolist()
+        for method in ("ar", "lookup", "adaptive"):
+            assert decoded(pair, PROMPT, 16, method) == expected
+
+
+def test_a_scaling_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
+    more = {"starcoder2.rope.scaling.type": "linear", "starcoder2.rope.scaling.factor": 4.0, **tokenizer_metadata(rows=ROWS)}
+    path = write_model(model_of("starcoder2"), "starcoder2", tmp_path / "model.gguf", **more)
+    with pytest.raises(SpecgenError, match="scales its rotary embedding, which is not supported for its architecture"):
+        specgen.load(str(path))
 
 
 @pytest.mark.parametrize(

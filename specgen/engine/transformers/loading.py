@@ -26,6 +26,7 @@ from specgen.engine.devices import inference
 from specgen.engine.gguf.architectures import ARCHITECTURES
 from specgen.engine.gguf.config import gguf_config
 from specgen.engine.gguf.file import GgufFile, is_gguf, open_gguf
+from specgen.engine.gguf.metadata import Metadata
 from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
@@ -74,7 +75,32 @@ def _gguf_source(path: Path, name: str) -> dict[str, Any]:
         with reading("configuration", name):
             return {"pretrained_model_name_or_path": None, "config": CONFIG_MAPPING[raw["model_type"]](**raw)}
     _check_for_transformers(opened, name)
-    return {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    with reading("configuration", name):
+        config = AutoConfig.from_pretrained(**source)
+    _correct_rotary(config, Metadata(opened.metadata, name))
+    return {**source, "config": config}
+
+
+def _correct_rotary(config: Any, metadata: Metadata) -> None:
+    """Puts the base of the rotary frequencies, and how much of each head is rotated, into transformers' config of a GGUF file.
+
+    Transformers does not read them for all architectures, and takes the defaults of a family in silence. Raises SpecgenError for
+    a scaling that it has not read.
+    """
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, dict) or "rope_theta" not in settings:
+        return
+    factor = metadata.number("{arch}.rope.scaling.factor", 1)
+    if factor not in (0, 1) and settings.get("rope_type") == "default":
+        problem = "scales its rotary embedding, which is not supported for its architecture"
+        raise metadata.refuse(problem, "Take a safetensors model")
+    settings["rope_theta"] = metadata.number("{arch}.rope.freq_base", settings["rope_theta"])
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if "{arch}.rope.dimension_count" in metadata:
+        share = metadata.integer("{arch}.rope.dimension_count") / size
+        if share != settings.get("partial_rotary_factor", 1.0):
+            settings["partial_rotary_factor"] = share
 
 
 def _check_for_transformers(opened: GgufFile, name: str) -> None:
@@ -154,7 +180,7 @@ def load_module(
         options["device_map"] = module_devices(model_without_weights(config, trust), name, layer_devices)
     with reading("weights", name):
         loader: Any = AutoModelForCausalLM
-        if "config" in source:
+        if is_gguf(prepared.folder) and "gguf_file" not in source:
             loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
             tensors = GgufTensors(prepared.folder, name)
             # read one after the other, as the slices of a safetensors file are
