@@ -16,7 +16,7 @@ from specgen.base.types import SamplingParams
 from specgen.engine.gguf import file as gguf_file
 from specgen.engine.weights import weights_fingerprint
 from specgen.pair import profile as profiles
-from specgen.pair.profile import profile_key_of
+from specgen.pair.profile_place import profile_key_of
 from specgen.tune.profile import from_outcome
 
 PROMPT = [5, 9, 7, 6, 11, 4]

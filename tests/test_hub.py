@@ -34,8 +34,8 @@ from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
 from specgen.engine.model_loading import ModelSource, prepare
 from specgen.pair.finding import hint, search
-from specgen.pair.profile import default_folder, profile_key_of
 from specgen.pair.profile import save as save_profile
+from specgen.pair.profile_place import default_folder, profile_key_of
 from specgen.tune import tuner
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
 from specgen.tune.profile import from_outcome

@@ -19,6 +19,7 @@ from specgen.cli.tune import json_line
 from specgen.engine.native.families import FAMILIES
 from specgen.methods import METHODS
 from specgen.pair import profile as profiles
+from specgen.pair import profile_place
 from specgen.pair.pair import Pair
 from specgen.pair.profile_place import ProfileSource
 from specgen.tune.export import ENGINES
@@ -98,8 +99,8 @@ def test_profiles_are_for_the_commands_and_for_calls_without_a_method(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
-    key = profiles.profile_key_of(demo_pair)
-    profiles.save(from_outcome(outcome(), key), profiles.default_folder(key, SamplingParams()))
+    key = profile_place.profile_key_of(demo_pair)
+    profiles.save(from_outcome(outcome(), key), profile_place.default_folder(key, SamplingParams()))
     options = ("--device", "cpu", "--dtype", "float32", "--json", "-n", "4", "abc")
     start: dict[str, Any] = parsed(run_main(monkeypatch, capfd, "generate", *options)[1])[0]
     assert start["settings"]["threshold"] == 0.45

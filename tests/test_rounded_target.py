@@ -16,7 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import dtype_choice
 from specgen.engine.native.products import rows_are_independent
-from specgen.pair import profile
+from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost
 
@@ -90,7 +90,7 @@ def test_commands_say_that_the_target_is_rounded(
     assert 0 <= cost["changed"] < 0.2
     with specgen.load(device="cpu", dtype="int8") as pair:
         stored = rounding_cost(pair, lambda _: pytest.fail("it is measured already"))
-        profile.save(from_outcome(outcome(), profile.profile_key_of(pair), rounding=stored), tmp_path)
+        profile.save(from_outcome(outcome(), profile_place.profile_key_of(pair), rounding=stored), tmp_path)
     assert profile.load(tmp_path).measured.rounding == cost
 
 

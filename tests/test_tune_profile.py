@@ -29,6 +29,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.pair import profile as profiles
+from specgen.pair import profile_place
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import Candidate
 from specgen.tune.profile import from_outcome
@@ -39,13 +40,13 @@ def opened(pair: tuple[str, ...]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def key(pair: tuple[str, ...]) -> profiles.Conditions:
+def key(pair: tuple[str, ...]) -> profile_place.Conditions:
     with opened(pair) as loaded:
-        return profiles.profile_key_of(loaded)
+        return profile_place.profile_key_of(loaded)
 
 
 @pytest.fixture
-def folder(key: profiles.Conditions, tmp_path: Path) -> Path:
+def folder(key: profile_place.Conditions, tmp_path: Path) -> Path:
     profiles.save(from_outcome(outcome(), key), tmp_path)
     return tmp_path
 
@@ -143,15 +144,15 @@ def test_generate_finds_the_profile_by_itself(
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
-    own = profiles.default_folder(found.fits, SamplingParams())
-    elsewhere = profiles.default_folder(changed(found.fits, ("draft", "device"), "cuda:1 GPU"), SamplingParams())
+    own = profile_place.default_folder(found.fits, SamplingParams())
+    elsewhere = profile_place.default_folder(changed(found.fits, ("draft", "device"), "cuda:1 GPU"), SamplingParams())
     assert elsewhere != own, "one profile does not overwrite the other"
     assert own.is_relative_to(tmp_path / "data")
     assert "tuned" not in generated(pair)
     profiles.save(found, own)
     assert "tuned: svip" in generated(pair)
     sampled = [SamplingParams(temperature=0.8, top_p=top_p, top_k=top_k) for top_p in (1.0, 0.9) for top_k in (0, 5)]
-    assert len({own, *(profiles.default_folder(found.fits, sampling) for sampling in sampled)}) == 5
+    assert len({own, *(profile_place.default_folder(found.fits, sampling) for sampling in sampled)}) == 5
     (own / "profile.yaml").write_text("version: 1")
     said = generated(pair)
     assert "the profile " in said
@@ -182,7 +183,7 @@ def test_a_stale_profile_is_said_to_be(
 
 
 def test_compare_says_how_many_of_its_prompts_chose_the_settings(
-    pair: tuple[str, ...], key: profiles.Conditions, tmp_path: Path
+    pair: tuple[str, ...], key: profile_place.Conditions, tmp_path: Path
 ) -> None:
     prompts, trace = tmp_path / "prompts.yaml", tmp_path / "trace.jsonl"
     prompts.write_text("prompts: [abc, bcd, {prompt: cde, tuning: true}]")
@@ -226,7 +227,7 @@ def test_named_methods_keep_their_defaults_in_compare(
     """With --tuned or --profile they have the profile's settings, and are written so in every row and file."""
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
-    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    profiles.save(found, profile_place.default_folder(found.fits, SamplingParams()))
     (tmp_path / "prompts.yaml").write_text("prompts: [abc]")
 
     def compared(*more: str, code: int = 0) -> tuple[dict[str, Any], str]:
@@ -261,10 +262,10 @@ def test_a_profile_for_another_dtype_or_sampling_is_said_not_to_be_used(
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     found = profiles.load(folder)
     other = changed(changed(found.fits, ("target", "dtype"), "bfloat16"), ("draft", "dtype"), "bfloat16")
-    profiles.save(found.model_copy(update={"fits": other}), profiles.default_folder(other, SamplingParams()))
+    profiles.save(found.model_copy(update={"fits": other}), profile_place.default_folder(other, SamplingParams()))
     assert "target dtype was bfloat16, and is float32; it is not used" in generated(pair)
     assert "it is not used" not in generated(pair, "--profile", "none")
-    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    profiles.save(found, profile_place.default_folder(found.fits, SamplingParams()))
     assert "it is not used" not in generated(pair)
     assert "tuned: svip" not in generated(pair, "--profile", "none")
     assert "was made for temperature 0, and this run has 1; it is not used" in generated(pair, "--temperature", "1")
@@ -282,7 +283,7 @@ def test_in_python_calls_without_a_method_take_the_profile_that_fits(
     with opened(pair) as untuned:
         assert method(untuned) == "adaptive"
     found = profiles.load(folder)
-    profiles.save(found, profiles.default_folder(found.fits, SamplingParams()))
+    profiles.save(found, profile_place.default_folder(found.fits, SamplingParams()))
     with opened(pair) as loaded:
         request = loaded.request("abcabc")
         assert (request.method.name, request.settings.values["threshold"]) == ("svip", 0.45)
@@ -323,7 +324,7 @@ def test_seeded_drafts_follow_from_the_costs_of_the_profile_named_or_found(
             "sampling": profiles.Sampling(temperature=1.0, top_p=1.0, top_k=0),
         }
     )
-    profiles.save(saved, profiles.default_folder(found.fits, sampling))
+    profiles.save(saved, profile_place.default_folder(found.fits, sampling))
     profiles.save(saved, tmp_path / "named")
 
     def costs(loaded: Pair, *method: str, **settings: Any) -> DraftingCosts:

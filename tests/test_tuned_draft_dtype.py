@@ -19,6 +19,7 @@ from specgen.cli.tune import _rounded
 from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.products import refusal
 from specgen.pair import profile as profiles
+from specgen.pair import profile_place
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
@@ -80,7 +81,7 @@ def test_small_drafts_are_not_rounded(both: tuple[Pair, Pair], monkeypatch: pyte
 @pytest.fixture
 def folder(both: tuple[Pair, Pair], tmp_path: Path) -> Path:
     """The profile of a tuning that chose the rounded draft."""
-    found = from_outcome(replace(outcome(), draft_dtype="int8"), profiles.profile_key_of(both[0]))
+    found = from_outcome(replace(outcome(), draft_dtype="int8"), profile_place.profile_key_of(both[0]))
     assert found.draft_dtype == "int8"
     profiles.save(found, tmp_path)
     assert profiles.load(tmp_path).draft_dtype == "int8"

@@ -139,14 +139,10 @@ def show_overlap(pair: Pair, err: Console) -> None:
 def find_profile(
     pair: Pair, sampling: SamplingParams, folder: Path | None, note: Callable[[str], None], *, any_draft_dtype: bool = False
 ) -> Profile | None:
-    """Returns `pair.profile.find`, and tells `note` why a profile is not used."""
-    from specgen.pair.profile_place import exists_for
+    """Returns `pair.profile_search.find`, and tells `note` why a profile is not used."""
+    from specgen.pair.profile_search import find
 
-    if not exists_for(pair, sampling, folder):
-        return None
-    from specgen.pair import profile as profiles  # imports pydantic
-
-    found, why = profiles.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
+    found, why = find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
     if why:
         note(why)
     return found

@@ -33,7 +33,7 @@ from specgen.pair import skip_search
 from specgen.pair.figures import Figures
 from specgen.pair.measurements import DraftingKnowledge, Key, Measurements
 from specgen.pair.parts import PartStore, name_in
-from specgen.pair.profile_place import exists_for
+from specgen.pair.profile_search import find as find_profile
 from specgen.pair.request import (
     RESERVED,
     Prompt,
@@ -237,15 +237,8 @@ class Pair:
         key = tuple(sampling.warping.values())
         with self.lock:
             if key not in self._profiles:
-                self._profiles[key] = self._find_profile(source, sampling)
+                self._profiles[key], _ = find_profile(self, sampling, source.folder)
             return self._profiles[key]
-
-    def _find_profile(self, source: ProfileSource, sampling: SamplingParams) -> Profile | None:
-        if not exists_for(self, sampling, source.folder):
-            return None
-        from specgen.pair.profile import find  # imports pydantic
-
-        return find(self, sampling, source.folder)[0]
 
     @_in_turn
     def prepare(self, request: Request) -> Run:

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from specgen import methods
 from specgen.base import schema
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import EXIT_WEIGHTS, write_whole
+from specgen.base.files import write_whole
 from specgen.base.settings import Value
 from specgen.base.types import QUANTISED, TuningVerdict
 from specgen.decoding.costs import RoundCosts
-from specgen.pair.profile_place import FILE, Conditions, LoadedPair, default_folder, flat, profile_key_of, with_rounded_draft
+from specgen.pair.profile_place import FILE, Conditions, flat, with_rounded_draft
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
@@ -150,6 +150,16 @@ class Profile(_StrictModel):
                 return f"{name} was {old or 'none'}, and is {new or 'none'}"
         return None
 
+    def mismatch_with(self, now: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool) -> str | None:
+        """Describes the first difference between what the profile was made for and the present conditions and sampling; None if
+        there is none. `any_draft_dtype`: see `profile_search.find`."""
+        why = self.mismatch(with_rounded_draft(now, self.draft_dtype) if any_draft_dtype else now)
+        for name, requested in sampling.warping.items():
+            tuned = getattr(self.sampling, name)
+            if tuned != requested:
+                why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
+        return why
+
 
 def save(profile: Profile, folder: Path) -> Path:
     """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
@@ -166,46 +176,3 @@ def save(profile: Profile, folder: Path) -> Path:
 def load(folder: Path) -> Profile:
     """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
     return schema.read(folder / FILE, Profile, "profile", TUNE_AGAIN)
-
-
-def find(
-    pair: LoadedPair, sampling: SamplingParams, folder: Path | None = None, *, any_draft_dtype: bool = False
-) -> tuple[Profile | None, str]:
-    """Returns the profile for this pair and sampling, and why there is none that can be used; empty if there is none at all.
-
-    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default;
-    where that has none, the reason names the latest one that was made for the same models on another device, dtype or machine, or
-    for other sampling. With `any_draft_dtype`, a profile that was made with rounded draft weights also fits a pair whose draft is
-    as it is stored. Raises SpecgenError where `folder` is given and its profile cannot be read.
-    """
-    key = profile_key_of(pair)
-    found_in = folder or default_folder(key, sampling)
-    path = found_in / FILE
-    if not path.is_file() and folder is None:
-        others = [each for each in found_in.parent.glob(f"*/{FILE}") if each.is_file()]
-        if not others:
-            return None, ""
-        path = max(others, key=lambda each: each.stat().st_mtime)
-    elif not path.is_file() and (found_in / EXIT_WEIGHTS).is_file():
-        return None, ""
-    try:
-        profile = load(path.parent)
-    except SpecgenError as error:
-        if folder is not None:
-            raise
-        return None, f"{error.message}; it is not used. {error.hint}"
-    why = _mismatch(profile, key, sampling, any_draft_dtype=any_draft_dtype)
-    if why is None:
-        return profile, ""
-    kind = "stale" if path.parent == found_in else "for another run"
-    return None, f"the profile {path} is {kind}: {why}; it is not used. {TUNE_AGAIN}, with the same options"
-
-
-def _mismatch(profile: Profile, key: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool) -> str | None:
-    """Describes the first difference between what the profile was made for and the present conditions and sampling."""
-    why = profile.mismatch(with_rounded_draft(key, profile.draft_dtype) if any_draft_dtype else key)
-    for name, requested in sampling.warping.items():
-        tuned = getattr(profile.sampling, name)
-        if tuned != requested:
-            why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
-    return why

@@ -98,12 +98,3 @@ def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
             parts.append(f"m{sampling.min_p:g}")
     name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
     return pair_folder(target, facts["target fingerprint"], draft) / name
-
-
-def exists_for(pair: LoadedPair, sampling: SamplingParams, folder: Path | None) -> bool:
-    """Whether there may be a profile for this pair, so that `profile.find` has to look: if `folder` is named, or `specgen tune`
-    has saved one for the same models."""
-    if folder is not None:
-        return True
-    saved_in = default_folder(profile_key_of(pair), sampling).parent
-    return any(saved_in.glob(f"*/{FILE}"))
