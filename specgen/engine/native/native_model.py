@@ -354,17 +354,20 @@ def load_native(
         (_, kinds), layers = layer_kinds(architecture, devices), []
         unreturned = 0
         for index, on in enumerate(devices):
-            files.use_device(on)
+            if index == 0 or on != devices[index - 1]:
+                files.use_device(on)
             weights = layer_weights(architecture, index, files.take, dtype, gain)
             moves_to = None if layer_devices is None else on
             options: dict[str, Any] = {"gain": gain, "device": moves_to, "wide_attention": wide_attention}
             layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], **options))
             del weights
-            files.close()
             unreturned += files.bytes // len(devices)
-            if not files.are_copied and unreturned >= _LEAST_RETURNED:
-                return_free_memory()
+            if unreturned >= _LEAST_RETURNED:  # each time, opening reads the list of tensors anew
+                files.close()
+                if not files.are_copied:
+                    return_free_memory()
                 unreturned = 0
+        files.close()
         if not files.are_copied:
             return_free_memory()
         return NativeModel(architecture, layers, parts, dtype, norm_gain=gain, exact=exact, layer_devices=layer_devices)

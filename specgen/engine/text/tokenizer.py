@@ -96,12 +96,10 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written as `text`; None if there is none. Spaces around it do not matter."""
-        token = self._ids_by_text.get(text.strip())
+        name = text.strip()
+        # a dictionary of the whole vocabulary takes long to build
+        token = self.vocabulary().get(name) if self.pipeline is None else self.pipeline.token_to_id(name)
         return token if token is not None and self.is_special(token) else None
-
-    @cached_property
-    def _ids_by_text(self) -> Mapping[str, int]:
-        return self.vocabulary()
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         if not self.template:
