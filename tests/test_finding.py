@@ -208,6 +208,22 @@ def test_a_smaller_gguf_file_beside_a_gguf_target_drafts(place: Path, layout: st
     assert search(prepare(ModelSource(str(target)), lambda _: None)).found == []
 
 
+def test_gguf_files_in_the_hub_cache_draft_if_they_fit(place: Path) -> None:
+    """What is as large as the target, or no model, is left out."""
+    module = native_models.make({**model_of("qwen2").config.to_dict(), "intermediate_size": 4096})
+    snapshot = place.parent / "hub" / "models--lab--tiny-GGUF" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    little = write_model(model_of("qwen2"), "qwen2", snapshot / "tiny-Q8_0.gguf", "Q8_0")
+    write_model(module, "qwen2", snapshot / "large.gguf", "Q8_0")
+    write_model(model_of("qwen2"), "qwen2", snapshot / "mmproj-tiny.gguf", "F32")
+    (snapshot / "damaged.gguf").write_bytes(b"GGUF" + bytes(9))
+    alone = place.parent / "alone"
+    alone.mkdir()
+    target = write_model(module, "qwen2", alone / "target.gguf", "Q8_0")
+    (found,) = search(prepare(ModelSource(str(target)), lambda _: None)).found
+    assert (found.folder, found.kind, found.name) == (little, "draft model", "lab/tiny-GGUF:tiny-Q8_0.gguf")
+
+
 # what is left out
 
 

@@ -220,8 +220,15 @@ def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
         if not cached.name.startswith("models--"):
             continue
         snapshot = max(_folders(cached / "snapshots"), key=_time, default=None)
-        if snapshot is not None and _is_model(snapshot) and snapshot.resolve() != here:
-            yield cached.name.removeprefix("models--").replace("--", "/"), snapshot
+        if snapshot is None:
+            continue
+        name = cached.name.removeprefix("models--").replace("--", "/")
+        if not _is_model(snapshot):
+            for file in _gguf_files(snapshot):
+                if file.resolve() != here:
+                    yield f"{name}:{file.name}", file
+        elif snapshot.resolve() != here:
+            yield name, snapshot
 
 
 def _models_of_a_collection(place: Path) -> list[Path]:
