@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ FILES = (
     "BF16/tiny-BF16-00001-of-00002.gguf",
     "BF16/tiny-BF16-00002-of-00002.gguf",
 )
+
+
+def listed() -> Any:
+    """What the hub says about the repository: its files."""
+    return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in FILES])
 
 
 def find(name: object, revision: str | None = None, *, offline: bool = False) -> Path:
@@ -117,7 +123,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name, revision: list(FILES))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, revision, timeout: listed())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     return asked
 
@@ -149,7 +155,7 @@ def test_only_the_named_files_are_downloaded_and_then_found_offline(
 @pytest.mark.parametrize("name", [f"{REPOSITORY}@v2:IQ4_XS", f"{REPOSITORY}:IQ4_XS@v2"])
 def test_a_revision_may_be_named_too(hub: list[list[str]], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     revisions: list[str] = []
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _, revision: revisions.append(revision) or list(FILES))
+    monkeypatch.setattr("huggingface_hub.model_info", lambda _, revision, timeout: revisions.append(revision) or listed())
     find(name)
     assert revisions == ["v2"]
     assert hub == [["tiny-IQ4_XS.gguf"]]
@@ -180,7 +186,7 @@ def test_without_the_hub_the_cached_snapshot_is_searched(tmp_path: Path, monkeyp
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError
 
-    monkeypatch.setattr("huggingface_hub.list_repo_files", unreachable)
+    monkeypatch.setattr("huggingface_hub.model_info", unreachable)
     assert find(f"{REPOSITORY}:Q8_0") == snapshot / "tiny-Q8_0.gguf"
     assert "has no GGUF model Q5_0, but tiny-Q4_0.gguf, tiny-Q8_0.gguf" in refusal(f"{REPOSITORY}:Q5_0")
     assert f"Name one of them: {REPOSITORY}:tiny-Q4_0.gguf" in refusal(REPOSITORY)

@@ -157,7 +157,7 @@ def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.Mo
         raise OSError(number, os.strerror(number), "/cache")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.list_repo_files", download)
+    monkeypatch.setattr("huggingface_hub.model_info", download)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(SpecgenError, match=os.strerror(number)) as raised:
         model_folder("a/model", None, False, False, lambda _: None)
@@ -324,6 +324,19 @@ def test_a_snapshot_is_found_in_a_cache_that_does_not_say_which_it_is(
         return
     with pytest.raises(SpecgenError, match="the hub was not contacted"):
         model_folder("lab/copied", None, True, False, print)
+
+
+def test_a_snapshot_in_the_cache_will_do_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
+    """With one line, also into a file. Nothing listens at the port."""
+    repository = tmp_path / "hub" / "models--lab--copied"
+    save(make_model("llama"), repository / "snapshots" / "x", make_tokenizer())
+    copied = ["-t", "lab/copied", "-m", "ar"]
+    found, revision, unseen = run("http://127.0.0.1:9", tmp_path, copied, [*copied, "--revision", "v2"], ["-t", "lab/unseen"])
+    assert found.code == 0, found.err
+    notes = [line for line in found.err.splitlines() if "hub" in line]
+    assert notes == ["note: the hub cannot be reached, so lab/copied is the snapshot x in the cache"]
+    check_line(revision, "the hub cannot be reached")
+    check_line(unseen, "the hub cannot be reached")
 
 
 def test_an_at_in_the_name_of_a_folder_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

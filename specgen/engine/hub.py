@@ -19,7 +19,12 @@ from specgen.engine.gguf.naming import SUFFIX, choose_gguf, gguf_beside, gguf_in
 
 GGUF_HINT = "Name the GGUF file itself: -t FOLDER/FILE.gguf"
 ALLOWED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "head.yaml"]
+_PATIENCE = 10.0  # seconds to wait for the hub's answer about a repository
 IGNORED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*.fp16.safetensors"]
+
+
+class _UnreachableError(SpecgenError):
+    """The hub was needed, and could not be reached."""
 
 
 def model_folder(name: str, revision: str | None, offline: bool, remote_code: bool, announce: Callable[[str], None]) -> Path:
@@ -126,13 +131,35 @@ def _hub_model(
     remote_code: bool,
     announce: Callable[[str], None],
 ) -> Path:
-    """Returns the folder of a safetensors model on the hub, or a GGUF file there, after downloading what is not cached."""
-    import huggingface_hub
+    """Returns the folder of a safetensors model on the hub, or a GGUF file there, after downloading what is not cached.
+
+    If the hub cannot be reached, a snapshot will do of which the cache does not say that it is the main branch's.
+    """
     from huggingface_hub import constants
 
     offline = offline or constants.HF_HUB_OFFLINE
-    if offline and revision is None and (copied := _copied_snapshot(name)) is not None:
+    copied = _copied_snapshot(name) if revision is None else None
+    if offline and copied is not None:
         return _local_model(str(copied), selector, None)
+    try:
+        return _downloaded(name, selector, revision, offline, remote_code, announce)
+    except _UnreachableError:
+        if copied is None:
+            raise
+        announce(f"note: the hub cannot be reached, so {name} is the snapshot {copied.name} in the cache")
+        return _local_model(str(copied), selector, None)
+
+
+def _downloaded(
+    name: str,
+    selector: str | None,
+    revision: str | None,
+    offline: bool,
+    remote_code: bool,
+    announce: Callable[[str], None],
+) -> Path:
+    import huggingface_hub
+
     snapshot = partial(huggingface_hub.snapshot_download, name, revision=revision)
     with _hub_errors(name, revision, offline):
         cached = _cached_files(snapshot)
@@ -201,8 +228,9 @@ def _files_on_hub(name: str, revision: str | None) -> list[str] | None:
     """Returns the names of the files in a repository; None if the hub does not answer, or has no such repository."""
     import huggingface_hub
 
-    try:
-        return list(huggingface_hub.list_repo_files(name, revision=revision))
+    try:  # list_repo_files would try again for half a minute, and say so
+        files = huggingface_hub.model_info(name, revision=revision, timeout=_PATIENCE).siblings
+        return [file.rfilename for file in files or ()]
     except Exception:  # noqa: BLE001  the download that follows reports what is wrong
         return None
 
@@ -225,7 +253,7 @@ def _hub_errors(name: str, revision: str | None, offline: bool) -> Iterator[None
             "Check the spelling; for a private one log in first: hf auth login",
         ) from error
     except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        raise SpecgenError(
+        raise _UnreachableError(
             f"there is no local folder {name}, and the hub "
             + ("was not contacted (offline)" if offline else "cannot be reached"),
             "Check the spelling and the connection, or name the folder of a model that you have",

@@ -58,8 +58,10 @@ class Progress:
         self._is_shown = True
 
     def announce(self, what: str) -> None:
-        """Shows what is being loaded; nothing during downloads, which have progress bars of their own."""
-        if what.startswith("downloading"):
+        """Shows what is being loaded; nothing during downloads, which have progress bars of their own. A note stays."""
+        if what.startswith("note: "):
+            self.keep(Text(one_line(what)))
+        elif what.startswith("downloading"):
             self.clear()
         else:
             self.show(Text("▸ ").append(one_line(what)))
