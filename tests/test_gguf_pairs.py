@@ -14,6 +14,9 @@ from tuning_helpers import outcome
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.engine.gguf import file as gguf_file
+from specgen.engine.gguf.file import GgufFile
+from specgen.engine.gguf.tokenizer import GgufTokenizer, read_tokenizer
+from specgen.engine.text import tokenizer_files
 from specgen.engine.weights import weights_fingerprint
 from specgen.pair import profile as profiles
 from specgen.pair.profile_place import profile_key_of
@@ -95,3 +98,20 @@ def test_inspect_reports_on_files_and_their_tokenizers(tmp_path: Path, monkeypat
     assert code == 0
     assert "✗ tokenizer" in out
     assert "is unknown, so text is split as by gpt-2" in " ".join(out.split())
+
+
+def test_the_vocabulary_of_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after the file was replaced."""
+    path = tmp_path / "model.gguf"
+    asked: list[str] = []
+
+    def recorded(opened: GgufFile, name: str) -> GgufTokenizer:
+        asked.append(name)
+        return read_tokenizer(opened, name)
+
+    monkeypatch.setattr(tokenizer_files, "read_tokenizer", recorded)
+    for count, name in enumerate(("one", "another one")):
+        write_model(model_of("qwen2"), "qwen2", path, **{"general.name": name})
+        for _ in range(2):
+            with specgen.load(str(path), dtype="float32", find=False):
+                assert len(asked) == count + 1

@@ -237,6 +237,7 @@ def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Returns the lower and the upper four bits of bytes [..., k] as [..., 2, k]."""
+    packed = packed.contiguous()  # within blocks the processor reads them byte by byte
     return torch.stack([packed & 15, packed >> 4], dim=-2)
 
 

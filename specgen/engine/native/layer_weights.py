@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.native.architecture import Architecture, Recurrent
-from specgen.engine.native.mlp import ExpertWeights, MLPWeights, expert_shapes, expert_weights, stacked
+from specgen.engine.native.mlp import ExpertWeights, MLPWeights, expert_shapes, expert_weights, scaled, stacked
 from specgen.engine.weights import Take, bias_of
 
 EMBEDDING = "embed_tokens.weight"
@@ -230,7 +230,7 @@ def _attention_weights(
     if qkv_bias is not None:
         qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
     if gain is not None:
-        qkv = qkv * gain
+        qkv = scaled(qkv, gain)
     output, output_bias = stacked((names.output,), take, architecture.output_bias)
     qk_norm = None
     if names.q_norm is not None:
@@ -304,7 +304,8 @@ def _mlp_weights(
     gate_up, gate_up_bias = stacked(names.gate_up, take, architecture.mlp_bias)
     down, down_bias = stacked((names.down,), take, architecture.mlp_bias)
     if gain is not None:
-        gate_up = gate_up * gain
+        is_copy = len(names.gate_up) > 1
+        gate_up = scaled(gate_up, gain) if is_copy else gate_up * gain
     biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
     return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
 

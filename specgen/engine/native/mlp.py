@@ -213,6 +213,14 @@ def stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.T
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
 
 
+def scaled(copy: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """Returns `copy` times `gain`, in place where that is possible: new memory costs as much time
+    as the multiplication."""
+    if torch.is_grad_enabled() or copy.dtype != gain.dtype:
+        return copy * gain
+    return copy.mul_(gain)
+
+
 class DenseMLP:
     """The MLP activation(gate) * up. A `Branch`."""
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -60,8 +61,16 @@ def read_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles | None
 def read_gguf_tokenizer(path: Path, name: str) -> TokenizerFiles:
     """Returns the tokenizer that a GGUF file describes; messages call the model `name`.
 
-    Raises SpecgenError for a kind of tokenizer that is not supported, and for a vocabulary that does not fit together.
+    Raises SpecgenError for a kind of tokenizer that is not supported, and for a vocabulary that does not fit together. The result
+    is kept for the next call, as long as the file does not change.
     """
+    open_gguf(path, name)  # raises the error of a file that cannot be read
+    state = path.stat()
+    return _gguf_tokenizer(path, name, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
+
+
+@lru_cache(maxsize=2)  # a target's and a draft's; each is asked for twice
+def _gguf_tokenizer(path: Path, name: str, state: tuple[int, ...]) -> TokenizerFiles:
     found = read_tokenizer(open_gguf(path, name), name)
     try:
         pipeline, digest = parse(json.dumps(found.description, ensure_ascii=False).encode())
