@@ -161,7 +161,7 @@ def test_a_scaling_that_transformers_does_not_read_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ((), "is not supported yet"),
+        ((), "is a GGUF file of the architecture unheard, which is not supported. Take a safetensors model"),
         (("gguf",), 'which only transformers runs, with two more packages. pip install -e ".[gguf]"'),
         (("accelerate",), 'pip install -e ".[gguf]"'),
     ],

@@ -77,9 +77,24 @@ def _gguf_source(path: Path, name: str) -> dict[str, Any]:
     _check_for_transformers(opened, name)
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     with reading("configuration", name):
-        config = AutoConfig.from_pretrained(**source)
+        config = _transformers_gguf_config(source, _called(opened, name))
     _correct_rotary(config, Metadata(opened.metadata, name))
     return {**source, "config": config}
+
+
+def _transformers_gguf_config(source: Mapping[str, Any], what: str) -> Any:
+    """Returns transformers' config of a GGUF file. Raises SpecgenError, which begins with `what`, for an unknown architecture."""
+    try:
+        return AutoConfig.from_pretrained(**source)
+    except ValueError as error:
+        if "not supported" not in str(error):
+            raise
+        raise SpecgenError(f"{what}, which is not supported", "Take a safetensors model") from error
+
+
+def _called(opened: GgufFile, name: str) -> str:
+    """Returns the file and its architecture as the beginning of a message."""
+    return f"{name} is a GGUF file of the architecture {shown(opened.metadata['general.architecture'], 40)}"
 
 
 def _correct_rotary(config: Any, metadata: Metadata) -> None:
@@ -105,7 +120,7 @@ def _correct_rotary(config: Any, metadata: Metadata) -> None:
 
 def _check_for_transformers(opened: GgufFile, name: str) -> None:
     """Raises SpecgenError if transformers cannot read a GGUF file because of its parts or for lack of a package."""
-    what = f"{name} is a GGUF file of the architecture {shown(opened.metadata['general.architecture'], 40)}"
+    what = _called(opened, name)
     if any(find_spec(package) is None for package in ("accelerate", "gguf")):
         raise SpecgenError(f"{what}, which only transformers runs, with two more packages", 'pip install -e ".[gguf]"')
     if len(opened.paths) > 1:
