@@ -242,3 +242,25 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
 
 
 # ------------------------------------------------------------------ streams and the environment
+
+
+def test_a_recorded_run_is_replaced_with_a_line_and_those_of_several_prompts_are_kept(main: Main, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    arguments = ("generate", "--trace", path, "-n", "2", "-m", "ar")
+    code, _, err = main(*arguments, "def f(")
+    assert (code, "anew" in err) == (0, False)
+    code, _, err = main(*arguments, "def g(")
+    assert (code, err.count(f"{path} is written anew: it holds another run\n")) == (0, 1)
+    before = path.read_bytes()
+    assert "anew" not in main(*arguments, "def f(", "-q")[2]
+    assert path.read_bytes() != before
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "def f("}\n{"prompt": "def g("}\n')
+    assert main(*arguments, "--prompts", prompts)[0] == 0
+    before = path.read_bytes()
+    for given in (arguments, (*arguments, "-q")):
+        code, out, err = main(*given, "def f(")
+        assert (code, out) == (2, "")
+        problem = f"the trace {path} holds the runs of several prompts, which would be lost"
+        assert err == f"error: {problem}. Name another file, or delete this one\n"
+    assert path.read_bytes() == before

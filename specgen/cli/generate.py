@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -62,6 +64,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
         trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
+        _say_what_is_lost(asked, output, err)
         tuned_for = None if given else params
         pair, profile = open_pair(
             models,
@@ -143,6 +146,34 @@ def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
     if not asked.chat:
         raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
     check_text(asked.system, "--system")
+
+
+def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Console) -> None:
+    """Prints that a recorded run is replaced by that of one prompt. Raises SpecgenError if the trace holds what is not."""
+    if asked.prompts is not None or output.trace is None:
+        return
+    if _is_recorded(output.trace) and not output.quiet:
+        err.print(Text(f"{output.trace} is written anew: it holds another run", "quiet"), soft_wrap=True)
+
+
+def _is_recorded(path: Path) -> bool:
+    """Whether a file holds a run of `generate`, which a new one may replace.
+
+    Raises SpecgenError if it holds the runs of several prompts, of `generate --prompts` or of `compare`: they take long.
+    """
+    if not path.is_file():  # a pipe cannot be read without its reader's loss
+        return False
+    try:
+        with path.open("rb") as file:
+            start = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(start, dict):
+        return False
+    if start.get("prompt_index") is not None:
+        problem = f"the trace {path} holds the runs of several prompts, which would be lost"
+        raise SpecgenError(problem, "Name another file, or delete this one")
+    return True
 
 
 def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
