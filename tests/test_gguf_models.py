@@ -198,6 +198,7 @@ def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tm
         ({"llama.block_count": 4}, "lacks 9 of its tensors"),
         ({"llama.block_count": 2}, "9 tensors that its config.json does not describe"),
         ({"llama.attention.head_count": 3}, "num_key_value_heads = 2"),
+        ({"llama.attention.head_count": 0}, "has 0 heads and 3 layers by its metadata"),
         ({"llama.expert_count": 8}, "a mixture of experts"),
         ({"llama.rope.dimension_count": 32}, "rotates a part of each head"),
         ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_norm_eps = 0.0"),
@@ -205,6 +206,23 @@ def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tm
 )
 def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", **changes)
+    with pytest.raises(SpecgenError) as raised:
+        specgen.load(str(path), backend="native")
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (b"token_embd.weight", "lacks the tensor token_embd.weight"),
+        (b"llama.block_count", "has no llama.block_count in its metadata"),
+    ],
+)
+def test_a_file_that_lacks_what_every_model_has_is_refused(name: bytes, words: str, tmp_path: Path) -> None:
+    path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
+    content = path.read_bytes()
+    assert content.count(name) == 1
+    path.write_bytes(content.replace(name, name[::-1]))
     with pytest.raises(SpecgenError) as raised:
         specgen.load(str(path), backend="native")
     assert words in str(raised.value)
