@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
@@ -15,6 +18,7 @@ from specgen.base.interrupts import ReportedInterrupt
 from specgen.base.types import SamplingParams
 from specgen.cli import conversation
 from specgen.cli.conversation import HELP, Conversation, Decoding
+from specgen.cli.conversation_lines import line_reader
 from specgen.cli.options import GenerateOutput
 from specgen.view import theme
 
@@ -165,3 +169,15 @@ def test_help_names_each_command(talk: Begin) -> None:
     done = talk(["/help"])
     assert all(command in done.said for command in HELP)
     assert "Ctrl-C" in done.said
+
+
+def test_ctrl_c_right_after_enter_interrupts_and_other_keys_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all keys that come before the terminal is given back, it would be a key of the next message."""
+    monkeypatch.setenv("TERM", "xterm")
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        read = line_reader()
+        keys.send_text("hello\r\x03")
+        with pytest.raises(KeyboardInterrupt):
+            read("> ")
+        keys.send_text("one\rtwo\r")
+        assert [read("> "), read("> ")] == ["one", "two"]

@@ -10,15 +10,17 @@ def line_reader() -> Callable[[str], str]:
     """Returns a function that shows a prompt and returns what the user types or pastes until Enter.
 
     A pasted text may have several lines, and Alt-Enter begins a new line. Earlier messages come back with the arrow keys. The
-    function raises KeyboardInterrupt for Ctrl-C, and EOFError for Ctrl-D in an empty line. A terminal that obeys no cursor
-    movements (`TERM=dumb`) gets none.
+    function raises KeyboardInterrupt for Ctrl-C, also right after Enter, and EOFError for Ctrl-D in an empty line. A terminal
+    that obeys no cursor movements (`TERM=dumb`) gets none.
     """
     if os.environ.get("TERM") in ("dumb", "unknown"):
         return input
     # Without the question where the cursor is: a terminal that leaves it unanswered would get a warning.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.keys import Keys
 
     keys = KeyBindings()
 
@@ -27,4 +29,16 @@ def line_reader() -> Callable[[str], str]:
         event.current_buffer.insert_text("\n")
 
     session: PromptSession[str] = PromptSession(key_bindings=keys, reserve_space_for_menu=0)
-    return session.prompt
+
+    def read(prompt: str) -> str:
+        text = session.prompt(prompt)
+        given = session.app.input
+        later = get_typeahead(given)
+        with given.raw_mode():  # without it, keys that are no complete line stay unread
+            later += given.read_keys()
+        if any(key.key == Keys.ControlC for key in later):
+            raise KeyboardInterrupt  # typed right after Enter: no answer is wanted
+        store_typeahead(given, later)
+        return text
+
+    return read
