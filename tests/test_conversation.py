@@ -126,12 +126,12 @@ def test_method_is_shown_checked_and_confirmed(talk: Begin) -> None:
 
 
 def test_regen_answers_the_last_message_anew(talk: Begin) -> None:
-    typed = ["/regen", "one", "two", "/regen", "/regen", "three"]
-    done = talk(typed, ["a", "b", "c", "d", "e"], temperature=1.0, seed=5)
+    typed = ["/regen", "one", "two", "/regen", "/regen", "three", "/regen"]
+    done = talk(typed, ["a", "b", "c", "d", "e", "f"], temperature=1.0, seed=5)
     assert "error: there is no answer yet" in done.said
     assert [done.contents(number) for number in (2, 3)] == [["one", "a", "two"]] * 2
     assert done.contents(4) == ["one", "a", "two", "d", "three"]
-    assert [each.sampling.seed for _, each in done.asked] == [5, 5, 6, 7, 5], "another seed gives another answer"
+    assert [each.sampling.seed for _, each in done.asked] == [5, 5, 6, 7, 5, 6], "another seed gives another answer"
 
 
 def test_an_interrupted_answer_stays_as_far_as_it_came(talk: Begin) -> None:
@@ -157,7 +157,9 @@ def test_save_writes_messages_and_overwrites_nothing(talk: Begin, tmp_path: Path
     file = tmp_path / "talk.jsonl"
     lost = tmp_path / "no" / "talk.jsonl"
     done = talk([f"/save {file}", "/system é", "hi\nyou", f"/save {file}", "ho", f"/save {file}", f"/save {lost}"], ["a", "b"])
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    text = file.read_text(encoding="utf-8")
+    assert "é" in text
+    lines = [json.loads(line) for line in text.splitlines()]
     assert [(line["role"], line["content"]) for line in lines] == [("system", "é"), ("user", "hi\nyou"), ("assistant", "a")]
     assert "error: there is nothing to save yet" in done.said
     assert "3 messages saved in " in done.said

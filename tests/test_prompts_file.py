@@ -48,6 +48,7 @@ def test_each_prompt_gets_one_line_of_json_after_one_load(generate: Generate, mo
     assert all(set(SUMMARY.split()) <= set(line) for line in lines)
     assert [line["new_tokens"] for line in lines] == [9, 9, 9]
     assert "1 later turn left out" in err
+    assert "stopped at" not in err, "no footers"
 
 
 def test_without_json_the_answers_are_text_and_the_rest_is_elsewhere(generate: Generate) -> None:
