@@ -247,7 +247,7 @@ SHAPES = [
     ("granitemoehybrid", {**_ODD, **_layers("a--a", "mamba"), **_mamba(6, 8, 5, 3, 3), "num_local_experts": 0}),
     ("falcon_h1", {**_ODD, **_mamba(6, 8, 5, 3, 3), "mamba_d_ssm": 48, "mamba_rms_norm": True, "head_dim": 8}),
     ("bamba", {**_ODD, **_mamba(6, 8, 5, 3, 3), "attn_layer_indices": [0, 2]}),
-    ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 5, "conv_kernel": 3, "tie_word_embeddings": True}),
+    ("mamba2", {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 5, "conv_kernel": 3, "tie_word_embeddings": True}),
     ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 8, "use_conv_bias": False, "time_step_limit": [0.0, 0.2]}),
     ("kimi_linear", {**_layers("f---"), **_MORE, **_LATENT, "linear_num_heads": 3, "linear_head_dim": 6, "n_routed_experts": 5}),
 ]
