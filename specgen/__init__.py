@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from specgen.methods import METHODS
     from specgen.pair.loading import load
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Result
+    from specgen.pair.prompts import Result
 
 __all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
 
 
-_LATER = {"load": "pair.loading", "Pair": "pair.pair", "Result": "pair.request", "METHODS": "methods"}
+_LATER = {"load": "pair.loading", "Pair": "pair.pair", "Result": "pair.prompts", "METHODS": "methods"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from specgen.compare.method_specs import MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import NO_PREDICTION, BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
+from specgen.methods.mtad import MTAD
 from specgen.traces.reader import read_trace
 from specgen.view.comparison import Report, page
 
@@ -64,7 +65,13 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
 
 
 PHASE_SHARES = {"prefill": 0.1, "draft": 0.17, "policy": 0.03, "verify": 0.6, "sample": 0.05, "other": 0.05}
-WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=replace(methods.METHODS["mtad"], name="wild")))
+
+
+class Wild(MTAD):
+    name = "wild"
+
+
+WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=Wild()))
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:

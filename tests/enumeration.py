@@ -15,15 +15,14 @@ import torch
 from scripted_models import TableRunner, scripted_run
 from statistics_checks import Distribution, output_distribution
 
-from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import token_sampling
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
+from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import runs
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32
@@ -201,18 +200,21 @@ class InlineWorker:
     def __init__(self, runner: TableRunner) -> None:
         self._runner = runner
 
-    def drafter(self, settings: Settings, components: Setup, window: int) -> InlineDrafter:
-        return InlineDrafter(settings, replace(components, draft=self._runner))  # type: ignore[arg-type]
+    def drafter(self, policy: LengthPolicy, components: Setup, window: int) -> InlineDrafter:
+        return InlineDrafter(policy, replace(components, draft=self._runner))  # type: ignore[arg-type]
 
 
 class InlineDrafter:
     """Drafts for one run. Implements `ParallelDrafter`. `drafted` is the last draft."""
 
-    def __init__(self, settings: Settings, components: Setup) -> None:
-        self.policy = runs.make_policy(settings, components.seed, components.adaptive)
+    def __init__(self, policy: LengthPolicy, components: Setup) -> None:
+        self.policy = policy
         self.seconds = 0.0
         self.drafted = Draft()
         self._model = ModelDrafter(components)
+
+    def ready(self) -> None:
+        pass
 
     def prefill(self, context: Context) -> None:
         pass
@@ -252,7 +254,7 @@ def states(
         draft,
         sampling,
         eos=eos,
-        worker=InlineWorker(draft),  # type: ignore[arg-type]
+        worker=InlineWorker(draft),
         prompt=PROMPT,
         tokenizers=tokenizers,
     )

@@ -24,12 +24,12 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts import eagle as eagle_runners
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.mtp import read_layers
 from specgen.engine.parts.own_layers import ExitWeights
-from specgen.engine.parts.part import DecoderWeights, PartRunners
+from specgen.engine.parts.part import DecoderWeights
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.transformers.transformers_model import cache_argument
@@ -148,7 +148,7 @@ class Part:
         hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found.items())
         self.module, loaded = target(family, backend, hashable)
         self.kind, self.model = layout[:6].rstrip("1-3"), loaded.model
-        self.made: PartRunners
+        self.made: Runners
         if layout == "exit":
             self.depth = sizes["depth"]
             self.weights: Any = ExitWeights(exit_layers_of(self.model, self.module), self.depth, random_predictor(32))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.drafting import Setup
-from specgen.decoding.run import Clock, Run
-from specgen.engine.model_runner import ModelOutput
+from specgen.decoding.parallel_costs import ParallelCosts
+from specgen.decoding.run import Run, Schedule, Turns
+from specgen.engine.model_runner import AcceptancePredictor, ModelOutput, Runners
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.methods import runs
-from specgen.methods.adaptive import AUTO, AdaptiveInputs
-from specgen.methods.learned_drafting import DraftingCosts, Learned
-from specgen.methods.method import Method
-from specgen.workers.worker import DraftWorker
+from specgen.methods.base import Method, Request
+from specgen.methods.drafting_knowledge import AUTO, DraftingCase, DraftingKnowledge
+from specgen.methods.learned_drafting import AdaptiveInputs, DraftingCosts, Learned
+from specgen.methods.pass_times import PassTimes
 
 VOCAB = 6
 PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
@@ -81,6 +80,91 @@ class TopProbPredictor:
         return draft_hidden.softmax(dim=-1).max()
 
 
+class ScriptedRunners(Runners):
+    """Runners without caches."""
+
+    def reserve(self, capacity: int) -> None: ...
+
+
+class ScriptedKnowledge(DraftingKnowledge):
+    """Knows the costs of drafting that the settings give; 0.1 target passes where they give none."""
+
+    def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
+        values = case.settings.values
+        drafting, verification = (0.1 if values[name] == AUTO else float(values[name]) for name in COSTS)
+        costs = DraftingCosts(drafting, verification)
+        return AdaptiveInputs(costs, Learned.prior(costs), in_parallel=case.in_parallel)
+
+
+class ScriptedPassTimes(PassTimes):
+    """Measures nothing."""
+
+    def costs(self, context_length: int, sampling: SamplingParams, *, record: bool = False) -> Any:
+        return None
+
+
+class ScriptedModels:
+    """Implements `Models` with these model runners: the same draft for each method."""
+
+    measurements: Any = None
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        eos: Iterable[int] = (),
+        worker: Any = None,
+        tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
+        predictor: AcceptancePredictor | None = None,
+    ) -> None:
+        ours, theirs = tokenizers or (None, None)
+        self.lock = Turns()
+        self.tokenizer: Any = ours
+        self.target: Any = SimpleNamespace(device=target.device, name="demo/target")
+        self.draft: Any = None
+        if draft is not None:
+            self.draft = SimpleNamespace(refusal=None, drafts_blocks=False, tokenizer=theirs)
+        self._plain = ScriptedRunners(target)
+        self._drafting = None if draft is None else ScriptedRunners(target, draft, None, predictor)
+        self._eos = frozenset(eos)
+        self._worker = worker
+
+    def plain(self) -> Runners:
+        return self._plain
+
+    def with_draft_model(self) -> Runners | None:
+        return self._drafting
+
+    def has_part(self, kind: str) -> bool:
+        return False
+
+    def with_part(self, kind: str, name: str) -> Runners | None:
+        return self._drafting
+
+    def without_layers(self, skip: str) -> Runners:
+        assert self._drafting is not None
+        return self._drafting
+
+    def worker(self) -> Any:
+        return self._worker
+
+    def kept(self, kind: type[Any]) -> Any:
+        kinds = {DraftingKnowledge: ScriptedKnowledge, PassTimes: ScriptedPassTimes}
+        return kinds.get(kind, kind)(self)
+
+    def capacity(self, tokens: int) -> int:
+        return 0  # these runners have no caches
+
+    def checked(self, schedule: Schedule) -> Schedule:
+        return schedule
+
+    def eos_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        return self._eos
+
+
+TOP_PROB = TopProbPredictor()
+
+
 def scripted_run(
     method: Method | str,
     settings: Mapping[str, object],
@@ -90,21 +174,19 @@ def scripted_run(
     *,
     eos: Iterable[int] = (),
     seed: int = 0,
-    worker: DraftWorker | None = None,
+    worker: Any = None,
     prompt: Sequence[int] = PROMPT,
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
+    predictor: AcceptancePredictor | None = TOP_PROB,
 ) -> Run:
-    """A run of a method with these model runners, ready to start."""
+    """A run of a method with these model runners, ready to start. Nothing is measured."""
     method = methods.find(method) if isinstance(method, str) else method
-    setup = Setup(draft, sampling, frozenset(eos), target.vocab_size, seed, target, tokenizers=tokenizers, worker=worker)
-    setup = replace(setup, acceptance_predictor=TopProbPredictor())
-    resolved, context = methods.resolve(method, settings), Context(prompt)
-    if resolved.policy == "adaptive":
-        drafting, verification = (0.1 if resolved.values[name] == AUTO else float(resolved.values[name]) for name in COSTS)
-        costs = DraftingCosts(drafting, verification)
-        learned = Learned.prior(costs)
-        setup = replace(setup, adaptive=AdaptiveInputs(costs, learned, in_parallel=method.is_parallel))
-    return runs.make_run(method, resolved, setup, context, sampling.max_new_tokens, None, Clock(None))
+    resolved = methods.resolve(method, {**method.unmeasured, **settings})
+    policy = None if resolved.policy is None else methods.POLICIES[resolved.policy]
+    limit = sampling.max_new_tokens
+    request = Request(method, resolved, policy, sampling, list(prompt), limit, own_seed=seed)
+    models: Any = ScriptedModels(target, draft, eos, worker, tokenizers, predictor)
+    return method.start(models, request)
 
 
 def ids_of(rounds: Iterable[Round]) -> list[int]:

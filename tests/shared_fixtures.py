@@ -15,6 +15,7 @@ import torch
 from browser import browser  # noqa: F401  a fixture
 from comparisons import compare, prompts  # noqa: F401  fixtures
 from families import CHAT_TEMPLATE, LETTERS, VOCAB, make_model, make_tokenizer, near_copy, save
+from pair_helpers import draft_here, pair_of_models
 from processes import ForkedWorker
 from recipe.train_pair import train_tokenizer
 
@@ -58,7 +59,7 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
     def made(family: str, draft: str, backend: str = "auto") -> Pair:
         role = "target" if draft == "itself" else draft
         pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
-        pair._worker = None  # PEARL's drafts in this process: as many processes as there are pairs would take minutes
+        draft_here(pair)  # PEARL's drafts in this process: as many processes as there are pairs would take minutes
         return pair
 
     return made
@@ -69,7 +70,7 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
     """A Llama pair, its draft a near copy of the target, for which nothing has been measured or learned."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
-    return Pair(pair.target, pair.draft)
+    return pair_of_models(pair.target, pair.draft)
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +84,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo_pair() -> Pair:
     pair = specgen.load(device="cpu", dtype="float32")
-    pair._worker = None  # as above
+    draft_here(pair)  # as above
     return pair
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_helpers import case_of, knowledge, pair_of_models
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
@@ -24,7 +25,8 @@ from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
 from specgen.decoding.policy_base import DraftedToken
 from specgen.methods import adaptive
-from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, features
+from specgen.methods.adaptive import Adaptive, features
+from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import (
     _LAST_PASSES,
     _MOST,
@@ -32,6 +34,7 @@ from specgen.methods.learned_drafting import (
     OPTION,
     SHORTEST_PAUSE,
     Acceptance,
+    AdaptiveInputs,
     DraftingCosts,
     DraftingGuard,
     Learned,
@@ -422,33 +425,33 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     shared = pair_of("llama", "near")
     seeded = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     free = replace(seeded, seed=None)
-    first = Pair(shared.target, shared.draft)
+    first = pair_of_models(shared.target, shared.draft)
     outputs = [first.generate(PROMPT, "adaptive", seeded)]
-    assert not first._knowledge._timed, "its costs follow from the models' sizes"
+    assert not knowledge(first)._timed, "its costs follow from the models' sizes"
     first.generate(PROMPT, "adaptive", free)
-    [timed] = first._knowledge._timed.values()
+    [timed] = knowledge(first)._timed.values()
     for sampling in (free, replace(free, temperature=0.0)):
         before = timed.rounds
         first.generate(PROMPT, "adaptive", sampling)
         assert timed.rounds > before
-    own = first._knowledge.inputs(first.request(PROMPT, "adaptive", seeded), None).learned
-    assert not any(own is shared for shared in first._knowledge._learned.values()), "seeded runs share nothing"
-    assert len(first._knowledge._learned) == 2
+    own = knowledge(first).inputs(case_of(first, first.request(PROMPT, "adaptive", seeded)), None).learned
+    assert not any(own is shared for shared in knowledge(first)._learned.values()), "seeded runs share nothing"
+    assert len(knowledge(first)._learned) == 2
     timed.costs = DraftingCosts(9.0, 9.0)
     outputs.append(first.generate(PROMPT, "adaptive", seeded))
     assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], "costs hold for all settings"
     timed.costs = DraftingCosts(9.0, 9.0)
     first.close()
-    later = Pair(shared.target, shared.draft)
+    later = pair_of_models(shared.target, shared.draft)
     outputs.append(later.generate(PROMPT, "adaptive", seeded))
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert lengths(outputs[0].rounds) == lengths(outputs[1].rounds) == lengths(outputs[2].rounds)
-    last = Pair(shared.target, None)
-    assert last._knowledge.inputs(last.request(PROMPT, "lookup"), None).costs.draft == 0
-    again = Pair(shared.target, shared.draft)
-    costs = again._knowledge.inputs(again.request(PROMPT, "adaptive"), None).costs
+    last = pair_of_models(shared.target, None)
+    assert knowledge(last).inputs(case_of(last, last.request(PROMPT, "lookup")), None).costs.draft == 0
+    again = pair_of_models(shared.target, shared.draft)
+    costs = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive")), None).costs
     assert costs.draft > 1, "what differs much is stored when the pair is closed"
-    given = again._knowledge.inputs(again.request(PROMPT, "adaptive", verify_cost=0.5), None)
+    given = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive", verify_cost=0.5)), None)
     assert (given.costs.verify, given.costs.draft) == (0.5, costs.draft)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_helpers import parsed, run_main
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from pair_helpers import draft_here
 from tokenizer_helpers import load, metaspace, write
 
 import specgen
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def ends(folders: tuple[str, str]) -> Pair:
     pair = specgen.load(*folders, device="cpu", dtype="float32")
-    pair._worker = None
+    draft_here(pair)
     return pair
 
 

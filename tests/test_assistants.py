@@ -21,7 +21,6 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
-from specgen.methods import METHODS
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Gemma4TextConfig, "kv_sharing_modes"), reason="this version of transformers has no such assistants"
@@ -88,7 +87,9 @@ def test_logits_are_those_of_transformers(models: Any, number: int, *, ordered: 
     """Along each path of chains and trees, of growing and of other contexts, shorter and longer than the windows."""
     target, assistant, folder = models(number, ordered=ordered)
     pair = specgen.load(str(folder / "t"), str(folder / "a"), device="cpu", dtype="float32")
-    runner = pair.parts.runners(METHODS["mtp"]).draft
+    made = pair.parts.runners("mtp")
+    assert made is not None
+    runner = made.draft
     rng = random.Random(number)
     for length in (3, 9, 10, 30, 4):
         context = Context([rng.randrange(3, 96) for _ in range(length - 1)])

@@ -15,9 +15,10 @@ import torch
 from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 from families import make_model, model_of
 from runner_checks import path_to
+from scripted_models import scripted_run
 
 import specgen
-from specgen import demo, methods
+from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
@@ -26,7 +27,6 @@ from specgen.decoding.policy_base import Fixed
 from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
-from specgen.methods.runs import make_drafter
 
 THREE = (3, 3)
 
@@ -144,7 +144,7 @@ def test_best_first_trees_have_the_likeliest_paths(seed: int, k: int) -> None:
 
 @pytest.mark.parametrize(("method", "lacking"), [("block", "this head has none"), ("eesd-cali", "the exit layer has none")])
 def test_a_policy_without_its_predictor_names_what_lacks_it(method: str, lacking: str) -> None:
-    chosen = methods.find(method)
-    settings = methods.resolve(chosen, {"policy": "cali-ts"} if method == "block" else {})
+    settings = {"policy": "cali-ts"} if method == "block" else {}
+    draft = RowTable(CASES[0])
     with pytest.raises(SpecgenError, match=lacking):
-        make_drafter(chosen, settings, Setup(RowTable(CASES[0]), SamplingParams(), 5))
+        scripted_run(method, settings, draft, draft, SamplingParams(), predictor=None)

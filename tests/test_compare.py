@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -31,8 +30,10 @@ from specgen.base.types import Draft, Verdict
 from specgen.compare.results import as_fast_as, candidates, method_results
 from specgen.compare.runner import read_comparison
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
+from specgen.decoding import verification
 from specgen.decoding.verification import GreedyVerifier
-from specgen.methods import runs as making
+from specgen.methods.sd import SpeculativeDecoding
+from specgen.models.loaded_models import LoadedModels
 from specgen.pair.pair import Pair
 from specgen.view.trace_report import LOSSY
 
@@ -224,6 +225,13 @@ class Wrong(GreedyVerifier):
         return Verdict(verdict.path, int(rows.logits[1].argmin()), verdict.source)
 
 
+class WildDrafts(SpeculativeDecoding):
+    """A lossy method."""
+
+    name = "wild"
+    lossless = False
+
+
 class Contrary(GreedyVerifier):
     """A greedy verifier that takes the second-best token where the two best are almost tied, as rounding may."""
 
@@ -242,7 +250,7 @@ def test_a_broken_verifier_is_detected_with_its_position_and_gap(
     """The gap comes from an uncached pass of the target."""
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(making, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(verification, "GreedyVerifier", Wrong)
     trace = tmp_path / "t.jsonl"
     options = ("-m", "sd:k=3,lookup", "-n", "30", *ONCE)
     code, out, err = compare(*options, "--trace", str(trace), "--json")
@@ -277,7 +285,7 @@ def test_a_near_tie_in_bfloat16_is_a_tie_and_in_float32_an_error(
         head = model.lm_head.weight
         head[1::2] = head[::2] * (1 + 2**-7)
     models = ("-t", save(model, tmp_path / "target"), "-d", save(near_copy(model), tmp_path / "draft"), "--dtype")
-    monkeypatch.setattr(making, "make_verifier", lambda *_: Contrary())
+    monkeypatch.setattr(verification, "GreedyVerifier", Contrary)
     options = ("-m", "sd:k=2", "-n", "12", *ONCE)
     code, out, _ = compare(*options, "--json", "--trace", str(tmp_path / "t.jsonl"), models=(*models, "bfloat16"))
     line = parsed(out)[1]
@@ -302,10 +310,9 @@ def test_sampled_and_lossy_outputs_are_not_compared(compare: Compare, monkeypatc
     assert "outputs are not compared" in out
     row = next(row for row in csv.DictReader((tmp_path / "f.csv").read_text("utf-8").splitlines()) if row["method"] == "sd")
     assert (row["identical"], row["tied"], row["diverged"]) == ("", "", "")
-    lossy = replace(methods.METHODS["sd"], name="wild", lossless=False)
-    monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": lossy})
+    monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": WildDrafts()})
     monkeypatch.setattr("specgen.compare.method_specs.METHODS", methods.METHODS)
-    monkeypatch.setattr(making, "make_verifier", lambda *_: Wrong())
+    monkeypatch.setattr(verification, "GreedyVerifier", Wrong)
     code, out, err = compare("-m", "wild", "-n", "30", *ONCE)
     assert (code, err) == (0, "")
     assert re.search(r"^wild +lossy ", out, flags=re.MULTILINE)
@@ -381,7 +388,7 @@ def test_a_method_that_fails_while_running_gives_exit_code_1_and_the_others_run(
     compare: Compare, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
     forgotten: list[Pair] = []
-    monkeypatch.setattr(Pair, "forget", lambda pair: forgotten.append(pair))
+    monkeypatch.setattr(LoadedModels, "forget", lambda models: forgotten.append(models))
     monkeypatch.setattr("specgen.methods.lookup.PromptLookupDrafter.propose", Mock(side_effect=error))
     code, out, err = compare("-m", "lookup,sd", "-n", "8", "--repeats", "1", "--limit", "2")
     assert len(forgotten) == 1 + 3 + 2 * 2, "caches are emptied after loading and before each run, also those that warm up"

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from families import CONTEXT, VOCAB, make_model, save
+from pair_helpers import draft_here, runners
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -17,7 +18,7 @@ import specgen
 from specgen.base.types import LARGEST, Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.forward_pass import NO_NODES
-from specgen.pair.pair import Pair, runners
+from specgen.pair.pair import Pair
 
 LIMIT = 24
 SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
@@ -27,7 +28,7 @@ SAMPLING = SamplingParams(max_new_tokens=100, ignore_eos=True)
 def limited(pair_of: Callable[..., Pair]) -> Iterator[Pair]:
     folders = [str(model.folder) for model in (pair_of("llama", "near").target, pair_of("llama", "near").draft) if model]
     with specgen.load(*folders, device="cpu", dtype="float32", context=LIMIT) as pair:
-        pair._worker = None
+        draft_here(pair)
         yield pair
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_helpers import pair_of_models, pass_costs
 from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.measuring import Sample
@@ -24,10 +25,9 @@ from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, Window
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods import METHODS, resolve
-from specgen.methods.pass_times import time_parallel_passes
-from specgen.pair import pair as pairs
-from specgen.pair.pair import Pair, pass_costs
+from specgen.methods import METHODS, pass_times, resolve
+from specgen.methods.pass_times import PassTimes, time_parallel_passes
+from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
 from specgen.tune.expected_time import PricedParallelDrafter, PricedTarget, SimulatedClock
 from specgen.tune.round_timing import record_reference
@@ -186,7 +186,7 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
     """A pair of which nothing is known, with an empty cache of measurements."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
-    return Pair(pair.target, pair.draft)
+    return pair_of_models(pair.target, pair.draft)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch) -> ParallelCosts:
@@ -217,13 +217,14 @@ def test_a_busy_machine_leaves_no_window_behind(near: Pair, monkeypatch: pytest.
             drafter = SlowDrafter(DRAFT, slowed["quiet" if state[0] == "evenly busy" else state[0]])
             return time_parallel_passes(target, drafter, Context([1] * 8))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", passes)
+    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", passes)
     pair = near
     windows = [pass_costs(pair, 8).window.size]
     assert (tmp_path / "cache/measurements.json").exists() == (first == "quiet")
     for state[0] in ("busy", "quiet") if first == "quiet" else ("quiet", "busy"):
-        pair = Pair(near.target, near.draft)
-        pair.measurements.doubt(pairs.PASSES, pairs._passes_key(pair, 8, SamplingParams(), record=False))
+        pair = pair_of_models(near.target, near.draft)
+        key = pair.models.kept(PassTimes)._key(8, SamplingParams(), record=False)
+        pair.measurements.doubt(pass_times.PASSES, key)
         windows.append(pass_costs(pair, 8).window.size)
     assert windows[1:] == [8, 8]
     assert windows[0] == 8 if first == "quiet" else 6 <= windows[0] <= 12
@@ -242,9 +243,12 @@ def simulated_window(pair: Pair) -> Window:
 def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool) -> None:
     """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
     costs = timed(monkeypatch)
-    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0))
-    for place in ("pair.pair", "tune.simulator"):
-        monkeypatch.setattr(f"specgen.{place}.has_flexible_window", lambda *_: flexible)
+    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0))
+    worker = near.models.worker()
+    assert worker is not None
+    monkeypatch.setattr(worker, "is_process", flexible)
+    ready = worker.ready()  # it drafts in this process all the same
+    monkeypatch.setattr(worker, "ready", lambda: ready)
     alone = SpeedupModel({1: 0.008, 2: 0.009}, 0.001, 256)
     announced = pair_inspection.measure_parallel(near, lambda _: None)
     assert announced is not None

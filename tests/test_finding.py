@@ -27,6 +27,8 @@ from specgen.base.errors import SpecgenError
 from specgen.cli.app import app
 from specgen.engine import weights
 from specgen.engine.model_loading import ModelSource, describe, prepare
+from specgen.engine.model_runner import Runners
+from specgen.models.loaded_models import LoadedModels
 from specgen.pair import finding, loading, trial
 from specgen.pair.finding import Search, search
 
@@ -246,14 +248,14 @@ def test_a_model_that_does_not_load_is_left_out_and_the_next_one_drafts(
     place: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
 ) -> None:
     random_model(place / "odd")  # expected to be the better one, for its size
-    runners = loading.runners
+    with_draft_model = LoadedModels.with_draft_model
 
-    def load(pair: Any) -> Any:
-        if pair.draft.folder.name == "odd":
+    def load(models: LoadedModels) -> Runners | None:
+        if models.draft is not None and models.draft.folder.name == "odd":
             raise error
-        return runners(pair)
+        return with_draft_model(models)
 
-    monkeypatch.setattr(loading, "runners", load)
+    monkeypatch.setattr(LoadedModels, "with_draft_model", load)
     with specgen.load(str(place / "big"), find=True, **CPU) as pair:
         assert pair.draft is not None
         assert pair.draft.name == str(place / "small")

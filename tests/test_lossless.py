@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import BACKENDS, CONTEXT, IS_OLD_TRANSFORMERS, MIXTURES, make_model, near_copy, plain, prompt, save, with_exit
+from pair_helpers import pair_of_models
 from runner_checks import HYBRID, LAYERED, RUN_BY, CountedLayers, four_layers
 from scripted_models import LENGTH_SETTINGS
 
@@ -47,7 +48,7 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
     @cache
     def made(family: str, depth: int, backend: str) -> Pair:
         target = specgen.load(folder(family), device="cpu", dtype="float32", backend=backend).target
-        return with_exit(Pair(target, None), depth)
+        return with_exit(pair_of_models(target, None), depth)
 
     return made
 
@@ -139,9 +140,9 @@ def test_perfect_drafts_are_accepted(pair_of: PairOf, tmp_path: Path, backend: s
 def test_whole_runs_run_each_token_once(tmp_path: Path, name: str, depth: int, backend: str) -> None:
     """The target's layers run the prompt, each correction or bonus token but the last, and each drafted token, each once."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path)
-    pair = with_exit(Pair(specgen.load(folder, device="cpu", dtype="float32", backend=backend).target, None), depth)
+    pair = with_exit(pair_of_models(specgen.load(folder, device="cpu", dtype="float32", backend=backend).target, None), depth)
     counted = CountedLayers(pair.target.model, pair.parts.named["exit"].load().layers)  # type: ignore[union-attr]
-    pair.parts.runners(methods.find(name))  # runs the layers to check them, which is not counted
+    pair.parts.runners(methods.find(name).needs)  # runs the layers to check them, which is not counted
     for temperature in (0.0, 1.0):
         pair.forget()
         counted.tokens.clear()

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from filelock import FileLock
+from pair_helpers import pair_of_models, pass_costs
 from tuning_helpers import GREEDY
 
 import specgen
@@ -21,10 +22,11 @@ from specgen.base.measuring import PassCheck, Sample
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.devices import ThreadChoice
-from specgen.pair import measurements, skip_search
-from specgen.pair.measurements import Measurements
-from specgen.pair.pair import Pair, pass_costs
-from specgen.pair.skip_search import find_skips
+from specgen.methods import skip_search
+from specgen.methods.skip_search import find_skips
+from specgen.models import measurements
+from specgen.models.measurements import Measurements
+from specgen.pair.pair import Pair
 
 COSTS = ParallelCosts(0.002, 0.0176, 0.012, 0.0127, 9, 64)
 
@@ -38,8 +40,8 @@ def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def fresh(pair: Pair) -> Pair:
     """The same models as another process loads them."""
-    made = Pair(pair.target, pair.draft)
-    made._draft_runner = pair._draft_runner
+    made = pair_of_models(pair.target, pair.draft)
+    made.models._draft_runner = pair.models._draft_runner
     return made
 
 
@@ -143,7 +145,7 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
 )
 def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     timed = Source(COSTS, replace(COSTS, draft_pass=0.004))
-    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
+    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: timed())
     arguments: dict[str, Any] = {"context_length": 40, "sampling": {}} | given
     sampling = SamplingParams(**arguments.pop("sampling"))
     for _ in range(2):
@@ -164,7 +166,7 @@ def test_pass_times_far_from_those_of_a_run_are_measured_again_before_the_next(
 ) -> None:
     """A busy start was taken for the machine's own speed. The run itself keeps its window."""
     timed = Source(times(factor), times(1.0))
-    monkeypatch.setattr("specgen.pair.pair.time_parallel_passes", lambda *_: timed())
+    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: timed())
     request = near.request([1, 5, 6], "pearl", SamplingParams(max_new_tokens=60, ignore_eos=True))
     run = near.run(request)
     assert len(list(run.rounds())) > 8
@@ -202,11 +204,11 @@ def test_a_run_doubts_costs_that_its_passes_do_not_have(target: float, draft: fl
 def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = Source()
     monkeypatch.setattr(skip_search, "SEARCH_SECONDS", 0.0)
-    found = find_skips(near.measurements, near.target, lambda *_: 10.0 if tried() else 0.0)
+    found = find_skips(near.models, lambda *_: 10.0 if tried() else 0.0)
     assert tried.count
     never: Any = lambda *_: pytest.fail("searched again")  # noqa: E731
-    for pair in (near, fresh(near), Pair(near.target, None)):
-        assert find_skips(pair.measurements, pair.target, never) == found
+    for pair in (near, fresh(near), pair_of_models(near.target, None)):
+        assert find_skips(pair.models, never) == found
         request = pair.request([1, 5, 6], "selfsd", GREEDY)
         assert pair.run(request).settings.values["skip"] == found
         assert pair.generate([1, 5, 6], "selfsd", GREEDY).token_ids == pair.generate([1, 5, 6], "ar", GREEDY).token_ids
@@ -217,8 +219,8 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         pair.prepare(pair.request("def f(x):", "sd"))
         for started in (
             "workers.process.DraftProcess.__init__",
-            "pair.pair.time_parallel_passes",
-            "pair.skip_search.search_skips",
+            "methods.pass_times.time_parallel_passes",
+            "methods.skip_search.search_skips",
         ):
             monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something"))
         monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a run runs a model"))
@@ -226,7 +228,7 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         for name, method in specgen.METHODS.items():
             if not method.head or demo.head_folder(method.head).is_dir():
                 pair.run(pair.request("def f(x):", name, **settings.get(name, {})))
-        assert cast(Any, pair._worker)._channel is None
+        assert cast(Any, pair.models._worker)._channel is None
 
 
 def pick(monkeypatch: pytest.MonkeyPatch, choice: ThreadChoice, spread: float = 1.1) -> list[object]:

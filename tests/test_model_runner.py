@@ -12,10 +12,10 @@ from families import BACKENDS, IS_OLD_TRANSFORMERS, SHAPES, make_bloom, make_mod
 from runner_checks import HYBRID, RUN_BY, CountedLayers, InterruptAt, check, path_to, uncached
 
 from specgen.base.errors import SpecgenError
+from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.own_layers import SkippedLayers
-from specgen.pair.skip_search import search_skips
+from specgen.methods.skip_search import search_skips
 
 SHAPED = [
     (number, backend) for number, backend in product(range(len(SHAPES)), BACKENDS) if (SHAPES[number][0], backend) in HYBRID

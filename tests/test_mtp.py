@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import BACKENDS, IS_OLD_TRANSFORMERS, LETTERS, make_model, make_tokenizer, plain, prompt, save
+from pair_helpers import pair_of_models
 from part_references import add_drafting_layers, drafting_target, weakened
 from safetensors.torch import load_file, save_file
 from training_helpers import invoke
@@ -17,7 +18,6 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import specgen
 from specgen.base.types import SamplingParams
-from specgen.pair.pair import Pair
 
 COUNT = 40
 COSTS = {"draft_cost": 0.01, "verify_cost": 0.01}
@@ -46,7 +46,7 @@ def test_drafts_are_those_of_transformers_in_each_round(layers: int, monkeypatch
         return found
 
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
-    pair, accepted = Pair(loaded, None), set()
+    pair, accepted = pair_of_models(loaded, None), set()
     for seed in range(6):
         drafts.clear()
         theirs = plain(module, prompt(seed), COUNT, use_mtp=True, eos_token_id=-1)
@@ -66,7 +66,7 @@ def test_greedy_ids_are_the_targets_own(layout: str, layers: int, family: str, b
     if IS_OLD_TRANSFORMERS and family.startswith("qwen3_5") and backend == "transformers":
         pytest.skip("this version of transformers cannot roll its states back, so no head is used")
     module, loaded, _ = drafting_target(family, backend, layout, layers)
-    pair, accepted = Pair(loaded, None), 0
+    pair, accepted = pair_of_models(loaded, None), 0
     for number in range((TARGETS.index((layout, layers, family)) + 2 * BACKENDS.index(backend)) % 3, len(SETTINGS), 3):
         ids, settings = prompt(number), SETTINGS[number]
         result = pair.generate(ids, "mtp", SamplingParams(COUNT, ignore_eos=True), **settings)

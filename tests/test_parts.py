@@ -30,8 +30,8 @@ from specgen.engine.parts.trained_part import (
     save_head,
 )
 from specgen.engine.weights import weights_fingerprint
+from specgen.models.parts import PartStore
 from specgen.pair.pair import Pair
-from specgen.pair.parts import PartStore
 
 PROMPT = [1, 5, 6, 7, 8, 9]
 WEIGHTS = paths.EXIT_WEIGHTS
@@ -217,13 +217,14 @@ def test_each_run_has_the_part_that_it_names(folder: Path, pair: Pair) -> None:
 
 
 def test_a_part_is_loaded_once_and_has_its_own_caches(folder: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    eesd, medusa, parts = specgen.METHODS["eesd"], specgen.METHODS["medusa"], pair.parts
+    parts = pair.parts
     monkeypatch.chdir(folder)
-    first, second = (parts.runners(eesd, name) for name in ("first", str(folder / "second")))
-    assert parts.runners(eesd, str(folder / "." / "first")) is first
+    first, second = (parts.runners("exit", name) for name in ("first", str(folder / "second")))
+    assert first is not None
+    assert parts.runners("exit", str(folder / "." / "first")) is first
     assert len({id(each.cache) for runners in (first, second) for each in runners[:3]}) == 6  # type: ignore[union-attr]
     pair.generate(PROMPT, "eesd", SamplingParams(4), exit="first")
-    assert parts.runners(medusa, "medusa") is parts.runners(medusa, str(folder / "medusa"))
+    assert parts.runners("medusa", "medusa") is parts.runners("medusa", str(folder / "medusa"))
     assert parts.load("medusa", str(folder / "medusa"))._weights is None, "the runner has its own"  # type: ignore[union-attr]
     pair.forget()
     assert first.target._cached.length == first.first._cached.length == 0  # type: ignore[union-attr]

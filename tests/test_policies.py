@@ -24,13 +24,14 @@ from specgen.decoding import policy_base as policy_module
 from specgen.decoding import run as run_module
 from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs, _copied_score
-from specgen.methods.eesd import BetaTS, CaliTS
-from specgen.methods.learned_drafting import DraftingCosts, Learned
+from specgen.methods.adaptive import Adaptive, _copied_score
+from specgen.methods.drafting_knowledge import AUTO
+from specgen.methods.learned_drafting import AdaptiveInputs, DraftingCosts, Learned
 from specgen.methods.lookup import PromptLookupDrafter
-from specgen.methods.sd import Confidence, Heuristic
 from specgen.methods.selfsd import SelfSD
 from specgen.methods.svip import SVIP
+from specgen.methods.thompson import BetaTS, CaliTS
+from specgen.methods.transformers_policies import Confidence, Heuristic
 from specgen.workers.worker import DraftWorker
 
 

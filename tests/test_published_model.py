@@ -16,6 +16,7 @@ import torch
 from cli_helpers import parsed, run_main
 from families import plain, with_exit
 from head_layouts import write_head
+from pair_helpers import draft_here
 from published_model import draft_folder, needs_published_model, target_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,7 +79,7 @@ def pair_with(draft: str) -> Pair:
     """The model in float32 with its first layers as draft, with the bundled draft (other tokens), or without a draft."""
     drafts = {"layers": str(draft_folder()), "bundled": str(demo.folder("draft")), "none": None}
     pair = specgen.load(str(target_folder()), drafts[draft], device="cpu", dtype="float32")
-    pair._worker = None  # PEARL's draft in this process
+    draft_here(pair)  # PEARL's draft in this process
     return with_exit(pair, EXIT_DEPTH)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import LETTERS, make_model, make_tokenizer, near_copy, save
+from pair_helpers import draft_here
 from training_helpers import invoke, refused, train_command
 from transformers import AutoModelForCausalLM
 
@@ -66,7 +67,7 @@ def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def int8(folders: dict[str, Path]) -> Iterator[Pair]:
     with specgen.load(str(folders["target"]), str(folders["draft"]), device="cpu", dtype="float32") as pair:
-        pair._worker = None  # PEARL's drafts in this process
+        draft_here(pair)  # PEARL's drafts in this process
         yield pair
 
 

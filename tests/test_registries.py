@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -15,7 +14,8 @@ from specgen.base.settings import Setting, Settings
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy
-from specgen.methods.method import Method
+from specgen.methods.base import Method
+from specgen.methods.sd import SpeculativeDecoding
 from specgen.tune import outcome
 
 
@@ -40,6 +40,11 @@ def decode(method: Method, settings: dict[str, object], draft: TableRunner | Non
     return ids_of(rounds), {round_.draft.stop_reason for round_ in rounds}
 
 
+class MarginDrafts(SpeculativeDecoding):
+    name = "margin"
+    policy = "margin"
+
+
 def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(methods.POLICIES, "margin", Margin)  # type: ignore[arg-type]
     sd = methods.find("sd")
@@ -50,7 +55,7 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
         methods.resolve(methods.find("lookup"), {"policy": "margin"})
     listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
     assert "margin" in listed
-    monkeypatch.setitem(methods.METHODS, "margin", replace(sd, name="margin", policy="margin"))  # type: ignore[arg-type]
+    monkeypatch.setitem(methods.METHODS, "margin", MarginDrafts())  # type: ignore[arg-type]
     assert sorted(given["threshold"] for given in outcome.grid("margin")) == [0.1, 0.2]
 
 

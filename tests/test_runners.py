@@ -29,6 +29,7 @@ from translated_pairs import permuted
 
 import specgen
 from specgen import demo
+from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import Context
 from specgen.engine.block_runner import PardRunner
 from specgen.engine.model_runner import ModelRunner
@@ -36,7 +37,7 @@ from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.native_model import load_native
 from specgen.engine.parts import own_layers
-from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner, SkippedLayers
+from specgen.engine.parts.own_layers import ExitWeights, LayerSkippingRunner
 from specgen.engine.parts.part import FeatureRunner
 
 

@@ -116,7 +116,7 @@ def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
         yield
         handle.remove()
     else:
-        layers = pair._target_runner._forward._layers  # type: ignore[attr-defined]
+        layers = pair.models._target_runner._forward._layers  # type: ignore[attr-defined]
         kept, layers[index] = layers[index], (interrupt, layers[index][1])
         yield
         layers[index] = kept

@@ -11,13 +11,14 @@ from random import Random
 from typing import Any
 
 import pytest
+from pair_helpers import pair_of_models
 
 import specgen
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.methods import POLICIES
-from specgen.methods.method import Method
+from specgen.methods.base import Method
 from specgen.pair.pair import Pair
 from specgen.tune.pair_inspection import obstacle
 
@@ -59,7 +60,7 @@ def loaded() -> Iterator[Pair]:
 
 def fresh(loaded: Pair) -> Pair:
     """A pair of the same models that knows nothing."""
-    pair = Pair(loaded.target, loaded.draft)
+    pair = pair_of_models(loaded.target, loaded.draft)
     pair.parts = loaded.parts
     return pair
 
@@ -131,7 +132,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_clock_says(
     name: str,
     settings: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("specgen.pair.skip_search.SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr("specgen.methods.skip_search.SEARCH_SECONDS", 0.0)
     check(loaded, weather, tmp_path, monkeypatch, (name, settings), SEEDED)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import EOS, make_model, save, with_exit
 from head_layouts import write_head
+from pair_helpers import pair_of_models
 from scripted_models import TableRunner
 from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 
@@ -75,14 +76,14 @@ def near(pair_of: PairOf) -> Pair:
 def early(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target with an exit and a predictor, neither trained, and no draft model."""
     folder = save(make_model("llama", num_hidden_layers=4), tmp_path_factory.mktemp("early"))
-    return with_exit(Pair(specgen.load(folder, device="cpu", dtype="float32").target, None), 2)
+    return with_exit(pair_of_models(specgen.load(folder, device="cpu", dtype="float32").target, None), 2)
 
 
 @pytest.fixture(scope="module")
 def headed(pair_of: PairOf, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target with a random head of each kind."""
     target, folder = pair_of("llama", "near").target, tmp_path_factory.mktemp("heads")
-    pair = Pair(target, None)
+    pair = pair_of_models(target, None)
     for kind, layout in {"medusa": "medusa-v2", "eagle": "eagle1", "glide": "glide"}.items():
         pair.parts.name(write_head(folder / kind, layout, target.folder), is_exit=False)
     return pair
@@ -213,7 +214,7 @@ def test_levels_that_a_tree_leaves_out_are_timed_and_its_nodes_are_counted_once(
 
 def test_rounds_are_priced_by_their_costs(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass takes 10 s, a drafted token or level 1 s, the draft's prefill a quarter and a signal half a second."""
-    monkeypatch.setattr("specgen.tune.simulator.draft_prefill_seconds", lambda *_: 0.25)
+    monkeypatch.setattr("specgen.tune.simulated_models.draft_prefill_seconds", lambda *_: 0.25)
     made, prompts = simulator(near), len(PROMPTS)
     prefill = sum(reference.prefill_seconds for reference in made.references)
     plain, drafted = made.run("ar", {}), made.run("sd", {"k": 2})

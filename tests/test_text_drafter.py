@@ -245,8 +245,8 @@ def test_what_the_draft_model_cannot_read_gets_no_draft(tokenizer_of: TokenizerO
     ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
     narrow.num_embeddings = max([*theirs.opening, *theirs.encode("T", special=False)]) + 1
-    drafter = TextDrafter(Setup(narrow, tokenizers=(ours, theirs)))  # type: ignore[arg-type]
+    drafter = TextDrafter(Setup(narrow), ours, theirs)  # type: ignore[arg-type]
     for text, count in (("T", 1), ("The quick dog", 0)):
         assert bool(drafter.propose(Context(ours.encode(text)), Fixed(4), 4).tokens) == count
-    drafter = TextDrafter(Setup(Oracle(ours, TEXT), tokenizers=(ours, ours)))  # type: ignore[arg-type]
+    drafter = TextDrafter(Setup(Oracle(ours, TEXT)), ours, ours)  # type: ignore[arg-type]
     assert not drafter.propose(Context(ours.encode("\N{SNOWMAN}", special=False)[:1]), Fixed(4), 4).tokens

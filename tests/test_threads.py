@@ -23,7 +23,7 @@ LONGEST = 60.0  # seconds
 @pytest.fixture
 def slow(near: Pair) -> Pair:
     """A pair whose target lets other threads run in the middle of each pass."""
-    runner: Any = near._target_runner
+    runner: Any = near.models._target_runner
     forward = runner._forward
 
     def waiting(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from specgen.base.errors import SpecgenError
 from specgen.engine import model_loading
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.pair.request import messages as conversation
+from specgen.pair.prompts import messages as conversation
 
 
 def assert_same(folder: Path, texts: list[str] = TEXTS) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
+from pair_helpers import draft_here, runners
 from runner_checks import every, path_to, random_tree
 from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
@@ -25,7 +26,7 @@ from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation
-from specgen.pair.pair import Pair, runners
+from specgen.pair.pair import Pair
 
 TARGET = {"a": 0, "b": 1, "ab": 2}
 DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}  # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
@@ -159,7 +160,7 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair
     def made(kind: str) -> Pair:
         folder = DRAFTS[kind](tmp_path_factory.mktemp("translated") / kind)
         pair = specgen.load(str(demo.folder("target")), str(folder), device="cpu", dtype="float32")
-        pair._worker = None  # PEARL drafts in this process
+        draft_here(pair)  # PEARL drafts in this process
         return pair
 
     return made

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from families import make_model, save
+from pair_helpers import draft_here, pair_of_models, pass_costs
 from tuning_helpers import COSTS, GREEDY, PROMPTS, TEXTS, PairOf, finished, outcome
 from typer.testing import CliRunner
 
@@ -26,10 +27,9 @@ from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.engine.model_runner import ModelRunner, time_passes
-from specgen.methods import METHODS, resolve
+from specgen.methods import METHODS, resolve, skip_search
 from specgen.pair import profile as profiles
-from specgen.pair import skip_search
-from specgen.pair.pair import Pair, pass_costs
+from specgen.pair.pair import Pair
 from specgen.tune import tuner
 from specgen.tune.outcome import (
     SEARCHED,
@@ -69,7 +69,7 @@ def request(readings: float, names: list[str] | None = None, **given: Any) -> Tu
 @pytest.mark.parametrize("name", [*SIMPLE, *SEARCHED])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
     """Settings near the defaults come first: a search that is short of time has then tried other policies too."""
-    settings = [*grid(name), *combinations(METHODS[name].searched_grids)]
+    settings = [*grid(name), *combinations(METHODS[name].tuning.shapes)]
     assert len({written(name, given) for given in settings}) == len(settings)
     for given in settings:
         resolve(METHODS[name], given, has_predictor=True)
@@ -98,7 +98,7 @@ def test_real_rounds_of_each_kind_are_timed(near: Pair) -> None:
 
 def test_timed_passes_are_over_distinct_tokens(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a token share the experts of a mixture, so their passes would take less time than a text's."""
-    seen, logits, fresh = list[list[int]](), ModelRunner.logits, Pair(near.target, near.draft)
+    seen, logits, fresh = list[list[int]](), ModelRunner.logits, pair_of_models(near.target, near.draft)
     monkeypatch.setenv("SPECGEN_CACHE", "/dev/null/none")  # nothing is known
 
     def recorded(runner: ModelRunner, context: Context, draft: Sequence[int] = (), *given: Any, **named: Any) -> Any:
@@ -125,7 +125,7 @@ def test_pearl_that_drafts_nothing_is_left_out(tmp_path: Path, shorter: str) -> 
     folders = [save(make_model("llama", **length[role]), tmp_path / role) for role in length]
     reference = ReferenceOutput(PROMPTS[0], [1], 24, frozenset(), 0.1, 0.1)
     with specgen.load(*folders, device="cpu", dtype="float32") as pair:
-        pair._worker = None
+        draft_here(pair)
         with pytest.raises(SpecgenError, match="pearl drafts nothing"):
             time_parallel_rounds(pair, reference, GREEDY)
 

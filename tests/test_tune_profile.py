@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from pair_helpers import case_of, knowledge
 from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
@@ -330,7 +331,7 @@ def test_seeded_drafts_follow_from_the_costs_of_the_profile_named_or_found(
 
     def costs(loaded: Pair, *method: str, **settings: Any) -> DraftingCosts:
         request = loaded.request("abcabc", *method, sampling=sampling, **settings)
-        return loaded._knowledge.inputs(request, None).costs
+        return knowledge(loaded).inputs(case_of(loaded, request), None).costs
 
     with specgen.load(**models) as by_call, specgen.load(**models, profile=tmp_path / "named") as named:
         assert costs(by_call) == costs(named) == DraftingCosts.of_rounds(cheap, by_call.request("abcabc").typical_length)

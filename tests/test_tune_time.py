@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from pair_helpers import pair_of_models
 from tuning_helpers import GREEDY, PairOf, finished
 
 from specgen.base.types import Context
@@ -77,7 +78,7 @@ def tuned(pair: Pair, machine: SlowMachine, budget: float, names: list[str] | No
 
 
 def without_draft(pair: Pair) -> Pair:
-    return Pair(pair.target, None)
+    return pair_of_models(pair.target, None)
 
 
 @pytest.mark.parametrize("budget", [10, 30, 90])
@@ -100,7 +101,7 @@ def test_a_slow_model_is_tuned_within_the_budget_and_the_result_rests_on_real_ru
 def test_a_draft_that_accepts_nothing_takes_little_of_the_time(pair_of: PairOf, slow: SlowMachine) -> None:
     """Of its many settings a few rounds each are simulated, then its methods are given up; plain decoding is the fastest."""
     pair = pair_of("llama", "unrelated")
-    fresh = Pair(pair.target, pair.draft)
+    fresh = pair_of_models(pair.target, pair.draft)
     slow.target = pair.target.model
     found, _ = tuned(fresh, slow, 60, ["sd", "svip", "spectr"])
     assert slow.seconds <= 1.1 * 60

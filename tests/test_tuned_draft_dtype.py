@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from pair_helpers import draft_here
 from tuning_helpers import COSTS, GREEDY, TEXTS, finished, generated, outcome
 from typer.testing import CliRunner
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 def both(pair: tuple[str, ...]) -> Iterator[tuple[Pair, Pair]]:
     with specgen.load(pair[1], pair[3], device="cpu", dtype="float32") as stored, with_draft_dtype(stored, "int8") as rounded:
         for each in (stored, rounded):
-            each._worker = None  # PEARL's drafts in this process
+            draft_here(each)  # PEARL's drafts in this process
         yield stored, rounded
 
 

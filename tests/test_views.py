@@ -25,8 +25,9 @@ from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
+from specgen.methods.readiness import Readiness
 from specgen.tune.outcome import Candidate
-from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
+from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
 from specgen.view.comparison_columns import as_json, csv_text

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from families import make_model, save
+from pair_helpers import knowledge, pass_costs
 from processes import Forked, is_running, wait_until
 from worker_helpers import PROMPT, posix, save_pair
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import Round, SamplingParams
-from specgen.pair.pair import Pair, pass_costs
+from specgen.pair.pair import Pair
 from specgen.workers.process import DraftProcess
 
 SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
@@ -43,8 +44,9 @@ def apart(folders: tuple[str, str]) -> Iterator[Pair]:
 
 
 def worker_of(pair: Pair) -> DraftProcess:
-    assert pair._worker is not None
-    process = pair._worker.ready()
+    worker = pair.models.worker()
+    assert worker is not None
+    process = worker.ready()
     assert isinstance(process, DraftProcess)
     return process
 
@@ -82,9 +84,9 @@ def test_a_worker_in_another_process_gives_the_same_rounds_as_one_here(
     """The output does not depend on where the draft runs or how long it takes; penalties apply to it too."""
     there = apart.generate(PROMPT, "pearl", sampling, window=4, record=record, **given)
     assert there.summary["acceptance_rate"] > 0.3
-    monkeypatch.setattr(apart, "_worker", None)
+    monkeypatch.setattr(apart.models, "_worker", None)
     if given.get("policy") == "adaptive":
-        apart._knowledge._learned.clear()  # each worker starts with what is known at the beginning
+        knowledge(apart)._learned.clear()  # each worker starts with what is known at the beginning
     here = apart.generate(PROMPT, "pearl", sampling, window=4, record=record, **given)
     assert figures(there.rounds) == pytest.approx(figures(here.rounds), abs=1e-4)
     if record:
@@ -431,4 +433,4 @@ def test_on_a_gpu(folders: tuple[str, str], draft: str | None) -> None:
             assert pair.generate(PROMPT, "pearl", GREEDY, window=window).token_ids == expected
         first, second = (pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2))
         assert first == second
-        assert (pair._worker is None) == (draft is None)
+        assert pair.models.drafts_here() == (draft is None)

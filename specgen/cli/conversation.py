@@ -19,7 +19,7 @@ from specgen.base.text import counted
 from specgen.base.types import SamplingParams
 from specgen.cli.conversation_lines import line_reader
 from specgen.cli.prompt_input import check_text
-from specgen.pair.request import Prompt, messages
+from specgen.pair.prompts import Prompt, messages
 
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOutput

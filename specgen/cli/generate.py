@@ -26,13 +26,13 @@ from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
 from specgen.cli.prompts_file import PromptsFile, holds_prompts
 from specgen.compare.prompts import load_prompts
-from specgen.pair.request import Prompt, messages
+from specgen.pair.prompts import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.methods.method import Method
+    from specgen.methods.base import Method
     from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
 
@@ -50,8 +50,9 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     chosen = methods.find(methods.DEFAULT_METHOD if named is None else named)
     if chosen.needs_draft_model and not models.has_draft:
         raise chosen.without_part(models.target)
-    chosen.check_sampling(params)
-    by_text = methods.resolve(chosen, given).drafts_text
+    settings = methods.resolve(chosen, given)
+    chosen.check_request(settings, params)
+    by_text = settings.drafts_text
     record = output.record is not None
     _check_options(asked, output)
     prompts = None if asked.prompts is None else load_prompts(asked.prompts, all_turns=True, for_tuning=None)
@@ -93,7 +94,7 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             with Progress(err, quiet=quiet or not request.method.may_measure(request.settings)) as loading:
                 loading.announce("preparing")
                 run = pair.prepare(request)
-            if (unused := pair.parts.unused(request.method)) is not None and not quiet:
+            if (unused := pair.parts.unused(request.method.name, request.method.head)) is not None and not quiet:
                 err.print(Text(unused), soft_wrap=True)
             by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
             return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where, keys)

@@ -19,10 +19,11 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import interrupts
 from specgen.base.measuring import Sample, spread
+from specgen.base.part_kinds import HEADS, MTP
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
 from specgen.cli.options import DecodingOptions, ModelOptions
-from specgen.methods.method import DRAFT_MODEL, HEADS, MTP
+from specgen.methods.base import DRAFT_MODEL
 from specgen.view.progress import Progress
 from specgen.workers.process import DraftProcess, is_possible
 
@@ -262,7 +263,7 @@ def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str
 
     Measured once for these models and what was found for them, and again if later runs have other times.
     """
-    from specgen.pair.measurements import LONGEST_COMPARED, pass_times  # imports torch
+    from specgen.models.measurements import LONGEST_COMPARED, pass_times  # imports torch
 
     sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
 

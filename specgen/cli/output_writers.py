@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import RunError
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.measuring import energy_meter_for
+from specgen.base.part_kinds import MTP
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
 from specgen.decoding.policy_base import MATCH_LENGTH
@@ -20,8 +21,8 @@ from specgen.view.progress import Progress, reading_prompt
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOutput
     from specgen.decoding.run import Run
+    from specgen.methods.base import Request
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Request
     from specgen.traces.writer import TraceWriter
 
 
@@ -91,10 +92,8 @@ class OutputWriter:
 
         Raises KeyboardInterrupt once what was generated so far is written, and RunError if the trace could not be written.
         """
-        from specgen.pair.pair import capture_seconds  # imports torch
-
         progress = Progress(self._err, quiet=self._output.quiet)
-        captured = capture_seconds(self._pair)
+        captured = self._pair.models.capture_seconds()
         interruption = None
         with interrupts.caught():
             try:
@@ -116,7 +115,7 @@ class OutputWriter:
                 with interrupts.held():
                     self._end_text()
             with interrupts.held():
-                self._figures.capture_seconds = capture_seconds(self._pair) - captured
+                self._figures.capture_seconds = self._pair.models.capture_seconds() - captured
                 self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
         if interruption is not None:
             raise ReportedInterrupt from interruption
@@ -203,8 +202,8 @@ class OutputWriter:
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
-            stand_in = self._pair.parts.stand_in(method)
-            yield "no draft model" if stand_in is None else f"{stand_in.name} drafts"
+            has_layers = method.drafts_without_model and self._pair.models.has_part(MTP)
+            yield f"{MTP} drafts" if has_layers else "no draft model"
         if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
             target = self._pair.target
             is_full = target.max_tokens(run.context.prompt_length) == target.context_limit

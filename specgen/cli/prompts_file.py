@@ -18,14 +18,14 @@ from specgen.base.machine import versions
 from specgen.base.text import counted, print_json, print_result
 from specgen.cli.conversation import Decoding
 from specgen.compare.prompts import Prompt
-from specgen.pair.request import messages
+from specgen.pair.prompts import messages
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
     from specgen.cli.options import GenerateOptions
     from specgen.cli.output_writers import OutputWriter
+    from specgen.methods.base import Request
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Request
     from specgen.traces.reader import TracedRun
     from specgen.traces.writer import TraceWriter
 

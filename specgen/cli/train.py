@@ -20,7 +20,7 @@ from specgen.base.text import print_json, print_result
 from specgen.cli.opening import disable_hub_progress
 from specgen.cli.options import ModelOptions, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
-from specgen.pair.request import messages
+from specgen.pair.prompts import messages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -275,7 +275,7 @@ def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
 
 def _agreement_before(asked: Asked, target: LoadedModel) -> tuple[float, Path] | None:
     """Returns the greedy agreement that was measured for the part used until now, and its path; None if it is not known."""
-    from specgen.pair.parts import PartStore
+    from specgen.models.parts import PartStore
 
     kind = "exit" if asked.part.method == "eesd" else asked.part.method
     found = PartStore(target, is_bundled=asked.models.target is None).find(kind)

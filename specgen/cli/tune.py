@@ -131,10 +131,10 @@ def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_
         raise SpecgenError(f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds")
     exported = None if asked.export is None else exports.methods_of(asked.export)
     named = [methods.find(name) for name in names or methods.METHODS]
-    if names and (yardsticks := [method.name for method in named if method.is_yardstick]):
+    if names and (yardsticks := [method.name for method in named if method.tuning.is_yardstick]):
         hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
         raise SpecgenError(f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned", hint)
-    if goal != BY_SPEED and all(method.lossless or method.is_yardstick for method in named):
+    if goal != BY_SPEED and all(method.lossless or method.tuning.is_yardstick for method in named):
         option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
         raise SpecgenError(f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild")
     usable = [method for method in named if has_draft or not method.needs_draft_model]

@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.machine import launch
 from specgen.base.settings import Setting, Value
-from specgen.methods.method import DRAFT_MODEL, Method
+from specgen.methods.base import DraftModelMethod, Method
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,20 @@ _SETTINGS = {
     "schedule": Setting("", "transformers' own choice where empty", choices=("", "constant", "heuristic", "heuristic_transient")),
     "threshold": Setting(-1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1),
 }
-BASELINES = {
-    "transformers": Method("transformers", "transformers' generate"),
-    "transformers-assisted": Method("transformers-assisted", "transformers' generate", DRAFT_MODEL, settings=_SETTINGS),
-}
+
+
+class TransformersGenerate(Method):
+    name = "transformers"
+    paper = "transformers' generate"
+
+
+class TransformersAssisted(DraftModelMethod):
+    name = "transformers-assisted"
+    paper = "transformers' generate"
+    settings: ClassVar = _SETTINGS
+
+
+BASELINES: Mapping[str, Method] = {method.name: method for method in (TransformersGenerate(), TransformersAssisted())}
 
 
 def run_baseline(

@@ -74,7 +74,7 @@ def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     """Parses comma-separated lists of methods; without any, `methods.USUAL`. `all` means every specgen method but yardsticks
     (slow methods that only serve as a reference). Plain decoding always comes first; a method that is given twice is kept once.
     Raises as `parse_spec`."""
-    every = [method.name for method in METHODS.values() if not method.is_yardstick]
+    every = [method.name for method in METHODS.values() if not method.tuning.is_yardstick]
     names = [REFERENCE, *(() if texts else methods.USUAL)]
     for part in (part.strip() for text in texts for part in text.split(",")):
         names += every if part == EVERY else [part]

@@ -20,7 +20,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec
 from specgen.compare.prompts import Prompt
 from specgen.compare.verdict import Difference, count_outcomes
 from specgen.decoding.costs import Curve, eesd_speedup
-from specgen.methods.method import WITHOUT_A_DRAFT
+from specgen.methods.base import WITHOUT_A_DRAFT
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 
@@ -319,13 +319,13 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
     target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
     """
     from specgen.engine.model_runner import time_passes
-    from specgen.pair.pair import runners
 
     widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
     answer = fmean(run.tokens for (written, _, _), run in results.runs.items() if written == REFERENCE)
     context = int(median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts) + answer / 2)
-    target, draft = runners(pair)
+    runners = pair.models.with_draft_model() or pair.models.plain()
+    target, draft = runners.target, runners.draft
     draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
     return {"draft": draft_seconds, "target": time_passes(target, widths, context)}
 

@@ -33,9 +33,10 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
+from specgen.methods.base import RESERVED
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.request import RESERVED, messages, sampling_with
+from specgen.pair.prompts import messages, output_text, sampling_with
 from specgen.traces.reader import TracedRound, TracedRun, read_trace
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ class Runner:
         if self.config.perplexity or not all(each.lossless for each in self.config.specs):
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
         reason = counted.get("finish_reason") or run.finish_reason or "length"
-        line = figures.as_dict(request.text(pair.tokenizer, figures.token_ids), reason)
+        line = figures.as_dict(output_text(request, pair.tokenizer, figures.token_ids), reason)
         traced, text_of = list[TracedRound](), pair.tokenizer.text_of
         for round_ in rounds:
             token = None if round_.verdict.token is None else text_of([round_.verdict.token])

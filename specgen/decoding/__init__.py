@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from specgen.decoding.chain import ModelDrafter as ModelDrafter
     from specgen.decoding.chain import TextDrafter as TextDrafter
     from specgen.decoding.drafting import NoDrafter as NoDrafter
+    from specgen.decoding.drafting import Setup as Setup
+    from specgen.decoding.drafting import derive_seed as derive_seed
     from specgen.decoding.joint_greedy import JointGreedy as JointGreedy
     from specgen.decoding.lookahead import LookaheadDrafter as LookaheadDrafter
     from specgen.decoding.lookahead import OuroborosDrafter as OuroborosDrafter
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from specgen.decoding.tree import TopKTreeDrafter as TopKTreeDrafter
     from specgen.decoding.verification import GreedyVerifier as GreedyVerifier
     from specgen.decoding.verification import RejectionSampling as RejectionSampling
+    from specgen.engine.devices import device_timer as device_timer
 
 _MODULES = {
     "BeamSearchDrafter": "beam_search",
@@ -49,9 +52,12 @@ _MODULES = {
     "Parallel": "parallel",
     "RejectionSampling": "verification",
     "Run": "run",
+    "Setup": "drafting",
     "StopTexts": "run",
     "TextDrafter": "chain",
     "TopKTreeDrafter": "tree",
+    "derive_seed": "drafting",
+    "device_timer": "run",
     "k_sequential_verifier": "multi_draft",
     "multi_round_verifier": "multi_draft",
     "sequential": "run",

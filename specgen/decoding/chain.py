@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, co
 from specgen.engine.devices import inference, upload
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
+
+if TYPE_CHECKING:
+    from specgen.engine.text.tokenizer import Tokenizer
 
 _MOST_CANDIDATES = 7
 _BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates
@@ -221,15 +225,13 @@ class TextDrafter:
 
     For draft models with another tokenizer. The draft model always takes its likeliest token, and the length policy counts its
     tokens. The target's tokens that the text is encoded to were not drawn from a distribution: a verifier accepts them where they
-    equal the target's argmax, or the token that the target draws.
+    equal the target's argmax, or the token that the target draws. `target` and `draft` are the models' tokenizers.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        runner, tokenizers = setup.draft, setup.tokenizers
+    def __init__(self, setup: Setup, target: Tokenizer, draft: Tokenizer) -> None:
+        runner = setup.draft
         assert runner is not None, "this drafter runs a model"
         runner = getattr(runner, "own", runner)  # a runner that answers in the target's tokens has one in the draft's own
-        assert tokenizers is not None, "this drafter needs the tokenizers of both models"
-        target, draft = tokenizers
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})
         own = replace(setup, draft=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
         self._drafter = ModelDrafter(replace(own, record=False))

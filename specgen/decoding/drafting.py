@@ -19,9 +19,7 @@ from specgen.engine.model_runner import longest_draft, room
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.model_runner import DraftRunner, ModelRunner
-    from specgen.engine.parts.own_layers import ExitAcceptancePredictor
-    from specgen.engine.text.tokenizer import Tokenizer
+    from specgen.engine.model_runner import AcceptancePredictor, DraftRunner, TargetRunner
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
 NO_CANDIDATES = "no candidates"  # the reason why a draft ended, if penalties forbid all tokens that the draft model has
@@ -79,18 +77,31 @@ def derive_seed(seed: int, role: str) -> int:
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
+class Verifying(Protocol):
+    """The interface of the target's runner that a run uses."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+    ) -> ModelOutput:
+        """Returns the target's logits; see `DraftRunner.logits`."""
+        ...
+
+    def cached_tokens(self, context: Context) -> int:
+        """Returns how many tokens of the context the KV cache holds."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The models and parameters from which the drafter, the verifier and the schedule of one run (one output) are made.
 
-    `draft` runs the draft model or the part of the target that drafts; None if there is none. `target` is None only in a draft
-    worker. `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: drafts keep their
-    logits, so that both models' distributions can be compared. `capacity` is the number of tokens to allocate KV caches for.
-
-    The other fields are for some methods, and None for the rest: `acceptance_predictor` (trained with an exit layer), `window`
-    (PEARL's measured window, for its setting `auto`), `worker` (runs PEARL's draft model), `adaptive` (the inputs of the length
-    policy `adaptive`), `history` (outputs of earlier runs to copy from) and `tokenizers` (the target's and the draft model's).
-    Fields typed `Any` have types of `methods` and `workers`, which cannot be imported here.
+    `draft` runs the draft model or the part of the target that drafts; None if none does in this process. `target` is None only
+    in a draft worker. `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: drafts
+    keep their logits, so that both models' distributions can be compared. `capacity` is the number of tokens to allocate KV
+    caches for. `acceptance_predictor` comes with a trained part; None without one.
     """
 
     draft: DraftRunner | None
@@ -98,15 +109,10 @@ class Setup:
     eos_ids: frozenset[int] = frozenset()
     vocab_size: int = 0
     seed: int = 0
-    target: ModelRunner | None = None
+    target: TargetRunner | None = None
     record: bool = False
-    acceptance_predictor: ExitAcceptancePredictor | None = None
+    acceptance_predictor: AcceptancePredictor | None = None
     capacity: int = 0
-    window: Any = None
-    worker: Any = None
-    adaptive: Any = None
-    history: Any = None
-    tokenizers: tuple[Tokenizer, Tokenizer] | None = None
 
     @property
     def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
@@ -117,8 +123,8 @@ class Setup:
 
     @property
     def for_worker(self) -> Setup:
-        """This setup without models and tokenizers, to be sent to a draft worker in another process."""
-        return replace(self, draft=None, target=None, acceptance_predictor=None, worker=None, tokenizers=None)
+        """This setup without models, to be sent to a draft worker in another process."""
+        return replace(self, draft=None, target=None, acceptance_predictor=None)
 
 
 class DraftModelUser:

@@ -35,6 +35,9 @@ class ParallelDrafter(Protocol):
     seconds: float
     own_seconds: float
 
+    def ready(self) -> None:
+        """Waits until drafts can be started without a wait for the draft model's weights."""
+
     def prefill(self, context: Context) -> None:
         """Starts the draft model's forward pass over the prompt, and does not wait for it."""
 
@@ -76,6 +79,10 @@ class Parallel:
     post_verify: bool = True
     costs: ParallelCosts | None = None
     check: PassCheck | None = None
+
+    def ready(self) -> None:
+        """Waits until the first round need not wait for the draft model's weights."""
+        self.drafter.ready()
 
     def __call__(self, run: Run) -> Iterator[Round]:
         step = inference(self._step)

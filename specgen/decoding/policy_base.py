@@ -9,11 +9,11 @@ of its own probability would change the output's distribution. After verificatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specgen.base.settings import Setting, Value
 
@@ -61,9 +61,13 @@ class LengthPolicy:
     describe a policy to users and to `tune`. The constructor takes the settings, and if the policy is `random` also a `seed`.
     `signals` are the names of the numbers about a drafted token that the policy needs. `optional_signals` maps a boolean setting
     to the signals that the policy needs only if the setting is true. Signals in `preferred_signals` are read only where the
-    drafter computes them. `predictions` are the acceptance probabilities that the policy predicted for the tokens of the last
-    draft; empty if it predicts none. `seconds` is the time that the policy and the acceptance predictor have taken since the last
-    call of `take_seconds`.
+    drafter computes them. `reads_costs`: the constructor also takes `inputs`, the costs of drafting. `learns_from_tokens`: the
+    policy's state depends on the drafted tokens, not only on how many were accepted. `unmeasured` are settings with which nothing
+    has to be measured before a run.
+
+    `predictions` are the acceptance probabilities that the policy predicted for the tokens of the last draft; empty if it
+    predicts none. `seconds` is the time that the policy and the acceptance predictor have taken since the last call of
+    `take_seconds`.
     """
 
     name: ClassVar[str] = ""
@@ -73,6 +77,9 @@ class LengthPolicy:
     signals: Signals = frozenset()
     optional_signals: ClassVar[Mapping[str, Signals]] = {}
     preferred_signals: ClassVar[Signals] = frozenset()
+    reads_costs: ClassVar[bool] = False
+    learns_from_tokens: ClassVar[bool] = False
+    unmeasured: ClassVar[Mapping[str, Value]] = {}
     predictions: Sequence[float] = ()
     reason: str = ""
     seconds: float = 0.0
@@ -119,6 +126,12 @@ class LengthPolicy:
 
         `drafting` is the time in which a model drafted `levels` tokens one after the other (levels, for a tree). `verification`
         is the time of the target's pass over `tokens` drafted tokens and of the rest of the round.
+        """
+
+    def share(self, known: dict[Hashable, Any]) -> None:
+        """Goes on with what earlier runs have learned, and adds to it. Called before the first draft.
+
+        `known` has what runs have learned in the process in which the policy decides, by a key of the policy's own.
         """
 
     def state(self) -> Mapping[str, float] | None:

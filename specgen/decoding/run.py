@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
-from specgen.decoding.drafting import Drafter, LearningDrafter
+from specgen.decoding.drafting import Drafter, LearningDrafter, Verifying
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
-from specgen.engine.devices import inference
+from specgen.engine.devices import device_timer, inference
 from specgen.engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    import torch
+
+    from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.model_runner import ModelRunner
     from specgen.engine.text.tokenizer import Tokenizer
 
 NO_SETTINGS = Settings(None, {})
@@ -64,6 +66,11 @@ class Clock:
     def __init__(self, timer: DeviceTimer | None) -> None:
         self._timer = timer
         self.start()
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Clock:
+        """Returns a clock for passes on this device."""
+        return cls(device_timer(device))
 
     def start(self) -> None:
         self._laps: list[tuple[str, Callable[[], float] | float]] = []
@@ -144,7 +151,7 @@ class Run:
     """
 
     context: Context
-    target: ModelRunner
+    target: Verifying
     drafter: Drafter
     policy: LengthPolicy
     verifier: Verifier
@@ -155,7 +162,7 @@ class Run:
     clock: Clock
     settings: Settings = NO_SETTINGS
     seed: int = 0
-    costs: Any = None
+    costs: ParallelCosts | None = None
     lock: Turns = field(default_factory=Turns)
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)

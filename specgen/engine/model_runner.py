@@ -42,10 +42,17 @@ class DraftRunner(Protocol):
     context.
     """
 
-    context_limit: int
-    num_embeddings: int
-    vocab_size: int
-    device: torch.device
+    @property
+    def context_limit(self) -> int: ...
+
+    @property
+    def num_embeddings(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
@@ -56,6 +63,36 @@ class DraftRunner(Protocol):
         Their shape is [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of draft token i's parent in the tree
         (-1: the context); `parents` None means a chain.
         """
+        ...
+
+
+class KeptDraftRunner(DraftRunner, Protocol):
+    """A draft runner whose KV caches stay between runs."""
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV caches large enough for `capacity` tokens, so that they need not grow during a run."""
+
+    def clear_cache(self) -> None:
+        """Empties the KV caches, so that the next call runs its whole context."""
+
+
+class TargetRunner(KeptDraftRunner, Protocol):
+    """The interface of a target's runner."""
+
+    def cached_tokens(self, context: Context) -> int:
+        """Returns how many tokens of the context the KV cache holds."""
+        ...
+
+
+class AcceptancePredictor(Protocol):
+    """Predicts the probability that a drafted token is accepted (theta_M of EESD, Eq. 5)."""
+
+    def begin(self, context: Context) -> None:
+        """Starts a draft after `context`."""
+
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
+        """Returns the probability, a scalar tensor, of the token at `position` of the draft (from 1), which was predicted from
+        the hidden state `draft_hidden` [width]."""
         ...
 
 
@@ -256,6 +293,32 @@ class ModelRunner:
             total += (chosen - logits.logsumexp(dim=-1)).sum()
             context.extend(tokens)
         return float(total)
+
+
+class Runners(NamedTuple):
+    """The runners of a run's models.
+
+    `target` verifies. `draft` runs the draft model, or the part of the target that drafts; None if none does. A trained part
+    reads the hidden states (or keys and values) that `target` keeps. For early exit, `first` runs the layers that both share, and
+    `predictor` predicts whether drafted tokens are accepted; None otherwise.
+    """
+
+    target: TargetRunner
+    draft: KeptDraftRunner | None = None
+    first: ModelRunner | None = None
+    predictor: AcceptancePredictor | None = None
+
+    def reserve(self, capacity: int) -> None:
+        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
+        for runner in self[:3]:
+            if runner is not None:
+                runner.reserve(capacity)
+
+    def clear_cache(self) -> None:
+        """Empties all KV caches, so that the next call runs its whole context. For measurements."""
+        for runner in self[:3]:
+            if runner is not None:
+                runner.clear_cache()
 
 
 def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> dict[int, float]:

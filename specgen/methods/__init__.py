@@ -1,6 +1,6 @@
 """The decoding methods and the length policies, in the order in which they are listed, and how their settings are read.
 
-To add a method, write its row in a file of this package, with what is particular to it, and list it here. Imports no torch.
+To add a method or a length policy, write it in a file of this package, and list it here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,35 +12,85 @@ from dataclasses import replace
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
-from specgen.methods.adaptive import ADAPTIVE_METHOD, Adaptive
-from specgen.methods.eesd import BETA_TS, EESD, EESD_ALIASES, BetaTS, CaliTS
-from specgen.methods.heads import BLOCK, EAGLE, GLIDE, MEDUSA, MTP_METHOD
-from specgen.methods.lookahead import LOOKAHEAD, OUROBOROS
-from specgen.methods.lookup import LOOKUP
-from specgen.methods.method import ADAPTIVE, COPYING, DEFAULT_EXIT, DEFAULT_HEAD, Choice, Method
-from specgen.methods.mtad import BILD, FLY, JOINT, MTAD
-from specgen.methods.multi_draft import SPECINFER, SPECTR
-from specgen.methods.pearl import PEARL
-from specgen.methods.sd import CONFIDENCE, HEURISTIC, SD, Confidence, Heuristic
-from specgen.methods.selfsd import SELFSD, SelfSD
-from specgen.methods.suffix import SUFFIX
-from specgen.methods.svip import SVIP, SVIP_METHOD
+from specgen.methods.adaptive import Adaptive, AdaptiveMethod
+from specgen.methods.base import ADAPTIVE, Choice, Method
+from specgen.methods.bild import BiLD
+from specgen.methods.block import Block
+from specgen.methods.eagle import Eagle
+from specgen.methods.eesd import EESD, EESDBeta, EESDCali, EESDFixed, EESDTree
+from specgen.methods.fly import FLy
+from specgen.methods.glide import GliDe
+from specgen.methods.joint import Joint
+from specgen.methods.lookahead import Lookahead
+from specgen.methods.lookup import PromptLookup
+from specgen.methods.medusa import Medusa
+from specgen.methods.mtad import MTAD
+from specgen.methods.mtp import MultiTokenPrediction
+from specgen.methods.multi_draft import SpecInfer, SpecTr
+from specgen.methods.ouroboros import Ouroboros
+from specgen.methods.pearl import Pearl
+from specgen.methods.plain import PlainDecoding
+from specgen.methods.sd import SpeculativeDecoding
+from specgen.methods.selfsd import SelfSD, SelfSpeculativeDecoding
+from specgen.methods.suffix import SuffixDecoding
+from specgen.methods.svip import SVIP, SVIPMethod
+from specgen.methods.thompson import BetaTS, BetaTSMethod, CaliTS
+from specgen.methods.transformers_policies import Confidence, ConfidenceMethod, Heuristic, HeuristicMethod
 
-__all__ = ["ADAPTIVE", "DEFAULT_EXIT", "DEFAULT_HEAD", "METHODS", "POLICIES", "Choice", "Method", "find", "resolve"]
+__all__ = ["ADAPTIVE", "METHODS", "POLICIES", "Choice", "Method", "find", "resolve"]
 
 DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
 ALL_METHODS = "specgen inspect --methods"
-PLAIN = Method("ar", "plain decoding", drafts="none", recorded=True, own_cost_kind=COPYING, grids=({},))
 
-_LIKELY = [ADAPTIVE_METHOD, SVIP_METHOD, PEARL, MTP_METHOD, EAGLE, LOOKUP, SD, MEDUSA, EESD, SUFFIX, GLIDE, BLOCK, LOOKAHEAD]
-_ROWS = [PLAIN, SD, HEURISTIC, CONFIDENCE, SVIP_METHOD, ADAPTIVE_METHOD, BETA_TS, LOOKUP, SUFFIX, LOOKAHEAD, OUROBOROS]
-_ROWS += [PEARL, MTAD, BILD, FLY, JOINT, SPECTR, SPECINFER, EESD, MEDUSA, EAGLE, MTP_METHOD, GLIDE, BLOCK, SELFSD]
-USUAL = tuple(method.name for method in _LIKELY)  # to be fast; compared by default where they can run, the first ones first
-METHODS: Mapping[str, Method] = {method.name: method for method in _ROWS}
-ALIASES: Mapping[str, Method] = {method.name: method for method in EESD_ALIASES}  # found by name, and listed nowhere
-POLICIES: Mapping[str, type[LengthPolicy]] = {
-    policy.name: policy for policy in (Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive)
-}
+_METHODS: list[Method] = [
+    PlainDecoding(),
+    SpeculativeDecoding(),
+    HeuristicMethod(),
+    ConfidenceMethod(),
+    SVIPMethod(),
+    AdaptiveMethod(),
+    BetaTSMethod(),
+    PromptLookup(),
+    SuffixDecoding(),
+    Lookahead(),
+    Ouroboros(),
+    Pearl(),
+    MTAD(),
+    BiLD(),
+    FLy(),
+    Joint(),
+    SpecTr(),
+    SpecInfer(),
+    EESD(),
+    Medusa(),
+    Eagle(),
+    MultiTokenPrediction(),
+    GliDe(),
+    Block(),
+    SelfSpeculativeDecoding(),
+]
+_OLDER: list[Method] = [EESDCali(), EESDBeta(), EESDFixed(), EESDTree()]
+_POLICIES: list[type[LengthPolicy]] = [Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive]
+
+METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
+ALIASES: Mapping[str, Method] = {method.name: method for method in _OLDER}  # found by name, and listed nowhere
+POLICIES: Mapping[str, type[LengthPolicy]] = {policy.name: policy for policy in _POLICIES}
+# The methods that are usually fast, the fastest first. They are compared by default where they can run.
+USUAL = (
+    "adaptive",
+    "svip",
+    "pearl",
+    "mtp",
+    "eagle",
+    "lookup",
+    "sd",
+    "medusa",
+    "eesd",
+    "suffix",
+    "glide",
+    "block",
+    "lookahead",
+)
 
 
 def find(name: str) -> Method:

@@ -17,22 +17,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from specgen.base.settings import Setting, Settings, Value
+from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import DEFAULT_PART, MTP
+from specgen.base.settings import Setting, Value
 from specgen.base.types import Context, Draft
 from specgen.decoding.policy_base import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
-from specgen.methods.learned_drafting import OPTION, DraftingCosts, DraftingGuard, Learned, LearnedCosts
-from specgen.methods.lookup import PromptLookupDrafter, lookup_drafter, ngram_setting
-from specgen.methods.method import ADAPTIVE, DRAFT_MODEL, Grid, Method
-from specgen.methods.sd import model_drafter
+from specgen.methods.base import ADAPTIVE, DraftModelMethod, Tuning, make_run, make_setup
+from specgen.methods.drafting_knowledge import AUTO
+from specgen.methods.learned_drafting import OPTION, AdaptiveInputs, DraftingGuard
+from specgen.methods.lookup import PromptLookupDrafter, ngram_setting
+from specgen.methods.model_drafts import model_drafter
+from specgen.methods.readiness import KnownModels, Readiness
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafting import Drafter, Setup
+    from specgen.decoding.drafting import Drafter
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
 
-AUTO = "auto"
 _UNLIKELY = 0.01  # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
 # Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the weights of `features`. Fitted
 # to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts that
@@ -59,23 +65,6 @@ def _copied_score(match_length: int) -> float:
     return _COPIED[0] + _COPIED[1] * math.log(match_length)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptiveInputs:
-    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
-
-    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
-    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
-    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
-    shares nothing.
-    """
-
-    costs: DraftingCosts
-    learned: Learned
-    in_parallel: bool = False
-    key: Hashable = None
-    timed: LearnedCosts | None = None
-
-
 # A drafted token (a level of a tree) that is not judged yet: its two scores and the probability that it is accepted.
 _Step = tuple[float, float, float]
 
@@ -90,6 +79,9 @@ class Adaptive(LengthPolicy):
     """
 
     name = ADAPTIVE
+    reads_costs = True
+    learns_from_tokens = True
+    unmeasured: ClassVar = {"draft_cost": 0, "verify_cost": 0}
     source = "optimal stopping by cost; SpecDec++, Huang et al. 2024, section 4"
     preferred_signals = frozenset({"entropy", "top_prob", "prob"})
     settings: ClassVar = {
@@ -105,6 +97,7 @@ class Adaptive(LengthPolicy):
         self._in_parallel = inputs.in_parallel
         self._timed = inputs.timed
         self.learned = inputs.learned
+        self._key = inputs.key
         self._costs = inputs.costs.with_values(*self._given)
         self._exploration, self.max_draft = exploration, max_draft
         self.signals = self.preferred_signals
@@ -228,6 +221,10 @@ class Adaptive(LengthPolicy):
             self._timed.add(levels, drafting, tokens, verification)
             self._costs = self._timed.costs.with_values(*self._given)
 
+    def share(self, known: dict[Hashable, Any]) -> None:
+        if self._key is not None:
+            self.learned = known.setdefault(self._key, self.learned)
+
     def state(self) -> Mapping[str, float]:
         return {"worth": self.learned.worth, "gain": self.learned.mean_gain}
 
@@ -253,29 +250,43 @@ class HybridDrafter:
         return replace(copied, stop_reason=f"lookup: {copied.stop_reason}") if copied.tokens else copied
 
 
-def hybrid_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """Makes a drafter that uses prompt lookup or the draft model, whichever is expected to gain more in a round.
+class AdaptiveMethod(DraftModelMethod):
+    """Drafts by prompt lookup or with a model, whichever is expected to gain more in a round.
 
-    Without a draft model it uses prompt lookup alone; with the setting `lookup` false, the draft model alone.
+    The model is the draft model, or without one the drafting layers in the target's own files. Without both it is prompt lookup
+    alone.
     """
-    model = None if setup.draft is None else model_drafter(setup, settings)
-    if settings.values["lookup"]:
-        return HybridDrafter(lookup_drafter(setup, settings), model)
-    assert model is not None
-    return model
 
+    name = ADAPTIVE
+    paper = "optimal stopping; SpecDec++, Huang et al. 2024"
+    policy = ADAPTIVE
+    drafts_without_model = True
+    signals = DRAFT_SIGNALS | {MATCH_LENGTH}
+    settings: ClassVar = {"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)}
+    tuning = Tuning("model", recorded=True)
 
-ADAPTIVE_GRID: Grid = {"policy": (ADAPTIVE,)}  # for other methods
-ADAPTIVE_METHOD = Method(
-    ADAPTIVE,
-    "optimal stopping; SpecDec++, Huang et al. 2024",
-    DRAFT_MODEL,
-    hybrid_drafter,
-    policy=ADAPTIVE,
-    signals=DRAFT_SIGNALS | {MATCH_LENGTH},
-    settings={"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)},
-    drafts_without_model=True,
-    stand_in="mtp",
-    drafts="model",
-    recorded=True,
-)
+    def start(self, models: Models, request: Request) -> Run:
+        self.check_draft(models, request.settings)
+        runners = models.with_draft_model()
+        if runners is None and models.has_part(MTP):
+            runners = models.with_part(MTP, DEFAULT_PART)
+        if runners is None:
+            runners = models.plain()
+
+        values = request.settings.values
+        if runners.draft is None and not values["lookup"]:
+            raise self.without_part(None)
+        setup = make_setup(models, request, runners)
+        model = None if setup.draft is None else model_drafter(setup, request.settings)
+        drafter: Drafter | None = model
+        if values["lookup"]:
+            drafter = HybridDrafter(PromptLookupDrafter(int(values["ngram"]), setup.eos_ids), model)
+        assert drafter is not None
+        return make_run(models, request, setup, drafter)
+
+    def check(self, models: KnownModels) -> Readiness:
+        return Readiness(True, "needs no draft model") if models.draft is None else super().check(models)
+
+    def without_part(self, target: str | None) -> SpecgenError:
+        message = f"{self.name} with lookup=false needs a draft model, and there is none"
+        return SpecgenError(message, "Name one with --draft, or take lookup=true")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -406,3 +406,20 @@ class Learned:
     def add_idle(self) -> None:
         """Adds a round in which the model did not draft."""
         self.gain, self.drafts = _IDLE_FADING * self.gain, _IDLE_FADING * self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveInputs:
+    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
+
+    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
+    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
+    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
+    shares nothing.
+    """
+
+    costs: DraftingCosts
+    learned: Learned
+    in_parallel: bool = False
+    key: Hashable = None
+    timed: LearnedCosts | None = None

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from specgen.base.settings import Setting, Settings
+from specgen.base.settings import Setting
 from specgen.base.types import Context, Draft
 from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
-from specgen.methods.method import COPYING, Method
+from specgen.methods.base import Method, Tuning, make_run, make_setup
+from specgen.methods.drafting_knowledge import COPYING
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafting import Setup
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
 
 
 class PromptLookupDrafter:
@@ -101,23 +104,26 @@ def ngram_setting(default: int) -> dict[str, Setting]:
     return {"ngram": Setting(default, "longest n-gram to look up", 1, 32)}
 
 
-def lookup_drafter(setup: Setup, settings: Settings) -> PromptLookupDrafter:
-    return PromptLookupDrafter(int(settings.values["ngram"]), setup.eos_ids)
-
-
 _NGRAMS = (1, 2, 3, 4)
-LOOKUP = Method(
-    "lookup",
-    "prompt lookup, Saxena 2023",
-    drafter=lookup_drafter,
-    policy="adaptive",
-    any_policy=True,
-    signals=frozenset({MATCH_LENGTH}),
-    settings=ngram_setting(3),
-    defaults={"fixed": {"k": 10}},
-    drafts="lookup",
-    recorded=True,
-    own_cost_kind=COPYING,
-    grids=({"ngram": _NGRAMS}, {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS}),  # with the policy `adaptive`, and `fixed`
-    engines=("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp"),
-)
+
+
+class PromptLookup(Method):
+    name = "lookup"
+    paper = "prompt lookup, Saxena 2023"
+    policy = "adaptive"
+    any_policy = True
+    signals = frozenset({MATCH_LENGTH})
+    settings: ClassVar = ngram_setting(3)
+    defaults: ClassVar = {"fixed": {"k": 10}}
+    tuning = Tuning(
+        "lookup",
+        recorded=True,
+        own_cost_kind=COPYING,
+        # with the policy `adaptive`, and `fixed`
+        grids=({"ngram": _NGRAMS}, {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS}),
+    )
+
+    def start(self, models: Models, request: Request) -> Run:
+        setup = make_setup(models, request, models.plain())
+        drafter = PromptLookupDrafter(int(request.settings.values["ngram"]), setup.eos_ids)
+        return make_run(models, request, setup, drafter)

@@ -1,32 +1,46 @@
 """Several drafts verified as one tree: k-sequential selection (`spectr`, Sun et al. 2023) and multi-round rejection sampling
-(`specinfer`, Miao et al. 2023). Drafter and verifiers are in `decoding.multi_draft`. Imports no torch."""
+(`specinfer`, Miao et al. 2023). Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
+from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.method import DRAFT_MODEL, Method, imported
+from specgen.methods.base import DraftModelMethod, Tuning, make_run
 
-SPECTR = Method(
-    "spectr",
-    "SpecTr, Sun et al. 2023",
-    DRAFT_MODEL,
-    imported("decoding.multi_draft.MultiDraftDrafter", "drafts"),
-    imported("decoding.multi_draft.k_sequential_verifier"),
-    policy="fixed",
-    any_policy=True,
-    signals=DRAFT_SIGNALS,
-    settings={"drafts": Setting(4, "number of drafts", 1, 64)},
-    defaults={"fixed": {"k": 4}},
-    grows_trees=True,
-    drafts="chains",
-    grids=({"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},),
-)
-SPECINFER = replace(
-    SPECTR,
-    name="specinfer",
-    paper="SpecInfer, Miao et al. 2023",
-    verifier=imported("decoding.multi_draft.multi_round_verifier"),
-)
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Setup
+    from specgen.decoding.run import Run
+    from specgen.decoding.verification import Verifier
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
+
+
+class SpecTr(DraftModelMethod):
+    name = "spectr"
+    paper = "SpecTr, Sun et al. 2023"
+    policy = "fixed"
+    any_policy = True
+    grows_trees = True
+    signals = DRAFT_SIGNALS
+    settings: ClassVar = {"drafts": Setting(4, "number of drafts", 1, 64)}
+    defaults: ClassVar = {"fixed": {"k": 4}}
+    tuning = Tuning("chains", grids=({"drafts": (2, 4, 8), "k": (1, 2, 3, 4, 6, 8)},))
+
+    def start(self, models: Models, request: Request) -> Run:
+        setup = self.setup(models, request)
+        drafter = decoding.MultiDraftDrafter(setup, drafts=int(request.settings.values["drafts"]))
+        return make_run(models, request, setup, drafter, verifier=self.verifier(setup))
+
+    def verifier(self, setup: Setup) -> Verifier:
+        return decoding.k_sequential_verifier(setup)
+
+
+class SpecInfer(SpecTr):
+    name = "specinfer"
+    paper = "SpecInfer, Miao et al. 2023"
+
+    def verifier(self, setup: Setup) -> Verifier:
+        return decoding.multi_round_verifier(setup)

@@ -6,18 +6,23 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from specgen.base.measuring import STEADY, Sample, ThreadTimes, distinct_ids, spread, undisturbed
+from specgen import decoding
+from specgen.base.measuring import STEADY, PassCheck, Sample, ThreadTimes, distinct_ids, spread, undisturbed
+from specgen.base.types import Context
 from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.policy_base import LengthPolicy
 
 if TYPE_CHECKING:
-    from specgen.base.types import Context
+    from specgen.base.types import SamplingParams
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.engine.devices import DeviceTimer
-    from specgen.engine.model_runner import ModelRunner
+    from specgen.engine.model_runner import TargetRunner
+    from specgen.models.models import Models
 
+PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 _ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
 _TURNS = 2  # estimates of the window after the first
 _WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implementation
@@ -27,8 +32,70 @@ _ROUGH_STEPS = 5
 _SHORTEST = 1e-9  # seconds of a pass, also on a clock that stands
 
 
+class PassTimes:
+    """The measured seconds of forward passes of target and draft while both run at once. PEARL's window follows from them."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def costs(self, context_length: int, sampling: SamplingParams, *, record: bool = False) -> ParallelCosts:
+        """Returns the seconds of passes after a context of so many tokens. There must be a draft model.
+
+        `record`: see `Request`. Each combination of what changes the times is measured once: the length rounded up to a power of
+        two, which processing the logits get (temperature, top-k, top-p, penalties), where the draft model runs, and whether its
+        logits are passed on (`record`). The seconds of a draft pass are infinite if the draft model cannot read a context of this
+        length.
+        """
+
+        def measure() -> Sample[dict[str, float]]:
+            sample = self._measure(context_length, sampling, record=record)
+            return sample.holding(asdict(sample.value))
+
+        key = self._key(context_length, sampling, record=record)
+        return self._models.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))
+
+    def check(self, context_length: int, sampling: SamplingParams, *, record: bool) -> PassCheck:
+        """Returns what compares a run's passes with the measured ones, those of `costs` for the same arguments."""
+        key = self._key(context_length, sampling, record=record)
+        return PassCheck(lambda: self._models.measurements.doubt(PASSES, key))
+
+    def forget(self) -> None:
+        """Keeps everything: times do not depend on earlier outputs."""
+
+    def save(self) -> None:
+        """Stores nothing: times are stored when they are measured."""
+
+    def _measure(self, context_length: int, sampling: SamplingParams, *, record: bool) -> Sample[ParallelCosts]:
+        models = self._models
+        draft = models.draft
+        worker = models.worker()
+        assert draft is not None
+        assert worker is not None
+        worker.ready()
+        shortest = min(models.target.max_tokens(context_length), draft.context_limit)
+        length = max(1, min(context_length, max(shortest - LONGEST_WINDOW, shortest // 2)))
+        widest = max(1, min(LONGEST_WINDOW, shortest - length))
+
+        runners = models.plain()
+        capacity = models.capacity(context_length + LONGEST_WINDOW)
+        runners.reserve(capacity)
+        target = runners.target
+        setup = decoding.Setup(None, sampling, vocab_size=target.vocab_size, target=target, record=record, capacity=capacity)
+        drafter = worker.drafter(LengthPolicy(), setup, LONGEST_WINDOW)
+        timer = decoding.device_timer(models.target.device)
+        return time_parallel_passes(target, drafter, Context([1] * length), timer, widest)
+
+    def _key(self, context_length: int, sampling: SamplingParams, *, record: bool) -> tuple[Any, ...]:
+        """Returns what distinguishes measurements."""
+        worker = self._models.worker()
+        assert worker is not None
+        has_top_p = sampling.top_p < 1 or sampling.min_p > 0
+        logits = not sampling.greedy, sampling.top_k > 0, has_top_p, self._models.target.has_penalties
+        return 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
+
+
 def time_parallel_passes(
-    target: ModelRunner,
+    target: TargetRunner,
     drafter: ParallelDrafter,
     context: Context,
     timer: DeviceTimer | None = None,
@@ -60,7 +127,7 @@ def time_parallel_passes(
 class _Timed:
     """What `time_parallel_passes` times."""
 
-    target: ModelRunner
+    target: TargetRunner
     drafter: ParallelDrafter
     context: Context
     draft: Sequence[int]

@@ -8,44 +8,85 @@ verified: measured with one that was trained for the bundled target, 0.93 to 1.0
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
-from specgen.base.settings import Setting, Settings
-from specgen.decoding.parallel_costs import Window
+from specgen.base.settings import Setting
+from specgen.decoding.parallel_costs import Window, usual_window
 from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.method import DRAFT_MODEL, Method
+from specgen.methods.base import DraftModelMethod, Tuning, make_policy, make_run, make_setup
+from specgen.methods.drafting_knowledge import AUTO, draft_cost
+from specgen.methods.pass_times import PassTimes
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafting import Setup
-    from specgen.decoding.run import Schedule
+    from specgen.base.measuring import PassCheck
+    from specgen.base.settings import Settings
+    from specgen.decoding.parallel_costs import ParallelCosts
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models, Worker
 
 
-def _schedule(setup: Setup, settings: Settings) -> Schedule:
-    """Makes the schedule, with the drafter of the setup's worker, and for `window=auto` the measured window of the setup."""
-    if setup.worker is None:
-        raise PEARL.without_part(None)
-    size = settings.values["window"]
-    window = setup.window or Window(int(size), int(size))
-    drafter = setup.worker.drafter(settings, setup, window.longest)
-    return decoding.Parallel(drafter, window, bool(settings.values["pre_verify"]), bool(settings.values["post_verify"]))
-
-
-PEARL = Method(
-    "pearl",
-    "PEARL",
-    DRAFT_MODEL,
-    schedule=_schedule,
-    any_policy=True,
-    signals=DRAFT_SIGNALS,
-    settings={
-        "window": Setting("auto", "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, "auto"),
+class Pearl(DraftModelMethod):
+    name = "pearl"
+    paper = "PEARL"
+    any_policy = True
+    is_parallel = True
+    signals = DRAFT_SIGNALS
+    settings: ClassVar = {
+        "window": Setting(AUTO, "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, AUTO),
         "pre_verify": Setting(True, "verify a draft's first token while the rest is drafted"),
         "post_verify": Setting(True, "continue drafting while tokens are verified"),
-    },
-    is_parallel=True,
-    drafts="model",
-    recorded=True,
-    own_cost_kind="parallel",
-    grids=({"window": ("auto", *range(1, 17))},),
-)
+    }
+    unmeasured: ClassVar = {"window": 1}
+    tuning = Tuning("model", recorded=True, own_cost_kind="parallel", grids=({"window": (AUTO, *range(1, 17))},))
+
+    def start(self, models: Models, request: Request) -> Run:
+        self.check_draft(models, request.settings)
+        worker = models.worker()
+        if worker is None:
+            raise self.without_part(None)
+        times = self._pass_times(models, request)
+        window, settings = self._window(models, request, worker, times)
+
+        setup = make_setup(models, request, models.plain())
+        drafter = worker.drafter(make_policy(models, request, setup, times), setup, window.longest)
+        costs = times if request.settings.values["window"] == AUTO else None
+        check = None if costs is None else self._check(models, request)
+        values = settings.values
+        schedule = decoding.Parallel(drafter, window, bool(values["pre_verify"]), bool(values["post_verify"]), costs, check)
+        return make_run(
+            models,
+            request,
+            setup,
+            decoding.NoDrafter(),
+            policy=drafter.policy,
+            schedule=schedule,
+            settings=settings,
+            costs=costs,
+        )
+
+    def _pass_times(self, models: Models, request: Request) -> ParallelCosts | None:
+        """Returns the pass times, measured at the first call, if the window or the policy follows from them."""
+        values = request.settings.values
+        reads_costs = request.policy is not None and request.policy.reads_costs and values["verify_cost"] == AUTO
+        if request.is_repeatable or not (values["window"] == AUTO or reads_costs):
+            return None
+        return models.kept(PassTimes).costs(request.typical_length, request.sampling, record=request.record)
+
+    def _window(self, models: Models, request: Request, worker: Worker, times: ParallelCosts | None) -> tuple[Window, Settings]:
+        """Returns the window, and the settings with its size."""
+        settings = request.settings
+        if settings.values["window"] != AUTO:
+            size = int(settings.values["window"])
+            return Window(size, size), settings
+        if times is None:
+            size = usual_window(draft_cost(models))
+            return Window(size, size), settings.with_value("window", size)
+        window = times.run_window(is_flexible=request.sampling.greedy and worker.is_process)
+        return window, settings.with_value("window", times.window.size)
+
+    def _check(self, models: Models, request: Request) -> PassCheck:
+        """Returns what compares the run's passes with those that the window was computed from."""
+        times = models.kept(PassTimes)
+        return times.check(request.typical_length, request.sampling, record=request.record)

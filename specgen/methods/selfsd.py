@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
-from specgen.base.settings import Setting
+from specgen.base.settings import Setting, Settings, Value
+from specgen.base.types import SamplingParams
 from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.method import SKIPPED_LAYERS, Method
-from specgen.methods.sd import CAPE, Confidence, model_drafter
+from specgen.methods.base import SKIPPED_LAYERS, Method, Request, Tuning, make_run, make_setup, unlike_llama
+from specgen.methods.model_drafts import CAPE, model_drafter
+from specgen.methods.readiness import KnownModels, Readiness
+from specgen.methods.skip_search import NEW_TOKENS, SkippingSpeed, find_skips, usual_skips
+from specgen.methods.transformers_policies import Confidence
+
+if TYPE_CHECKING:
+    from specgen.base.skipped_layers import SkippedLayers
+    from specgen.decoding.run import Run
+    from specgen.models.models import Models
 
 
 class SelfSD(Confidence):
@@ -45,14 +54,48 @@ class SelfSD(Confidence):
 
 
 _SKIP = "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: searched for"
-SELFSD = Method(
-    "selfsd",
-    "Self-SD, Zhang et al. 2023",
-    SKIPPED_LAYERS,
-    model_drafter,
-    policy="selfsd",
-    any_policy=True,
-    signals=DRAFT_SIGNALS,
-    settings={"skip": Setting("auto", _SKIP)} | CAPE,
-    drafts="skip",
-)
+
+
+class SelfSpeculativeDecoding(Method):
+    name = "selfsd"
+    paper = "Self-SD, Zhang et al. 2023"
+    needs = SKIPPED_LAYERS
+    policy = "selfsd"
+    any_policy = True
+    signals = DRAFT_SIGNALS
+    settings: ClassVar = {"skip": Setting("auto", _SKIP)} | CAPE
+    unmeasured: ClassVar = {"skip": "0"}
+    tuning = Tuning("skip")
+
+    def start(self, models: Models, request: Request) -> Run:
+        settings = request.settings
+        if settings.values["skip"] == "auto":
+            skip = usual_skips(models.target) if request.is_repeatable else find_skips(models, self._speed(models))
+            settings = settings.with_value("skip", skip)
+        setup = make_setup(models, request, models.without_layers(str(settings.values["skip"])))
+        return make_run(models, request, setup, model_drafter(setup, settings), settings=settings)
+
+    def check(self, models: KnownModels) -> Readiness:
+        if models.unlike_llama is not None:
+            return unlike_llama(models.unlike_llama)
+        return super().check(models)
+
+    def speed(self, models: Models, skips: SkippedLayers, prompts: Sequence[Sequence[int]]) -> float:
+        """Returns the tokens per second of greedy decoding whose drafts are made without the layers `skips`.
+
+        The speed is measured on all `prompts` (token ids) together, without the prefill.
+        """
+        sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        values: dict[str, Value] = {"skip": str(skips), "cape": False, "k": SelfSD.settings["k"].default}
+        tokens = 0
+        seconds = 0.0
+        for prompt in prompts:
+            limit = min(NEW_TOKENS, models.target.max_tokens(len(prompt)) - len(prompt))
+            request = Request(self, Settings("selfsd", values), SelfSD, sampling, list(prompt), limit)
+            rounds = list(self.start(models, request).rounds())
+            tokens += sum(len(round_.token_ids) for round_ in rounds[1:])
+            seconds += sum(sum(round_.seconds.values()) for round_ in rounds[1:])
+        return tokens / seconds if seconds else 0.0
+
+    def _speed(self, models: Models) -> SkippingSpeed:
+        return lambda skips, prompts: self.speed(models, skips, prompts)

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
-from specgen.base.types import Context, Draft
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, LengthPolicy, comparison, extend_draft
-from specgen.methods.method import COPYING, Method
+from specgen.methods.base import Method, Tuning, make_run, make_setup
+from specgen.methods.drafting_knowledge import COPYING
 
 if TYPE_CHECKING:
-    from specgen.decoding.drafting import Setup
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
 MOST_OCCURRENCES = 16  # of an n-gram, the latest ones, are compared with the context; 64 gain nothing and cost more
@@ -256,28 +260,50 @@ class SuffixDrafter:
         self._last = None
 
 
-def suffix_drafter(setup: Setup, settings: Settings) -> SuffixDrafter:
-    min_prob, factor = (float(settings.values[name]) for name in ("min_prob", "factor"))
-    return SuffixDrafter(min_prob, factor, setup.eos_ids, setup.history)
+class EarlierOutputs:
+    """Keeps the outputs of earlier runs with the models, to copy from."""
+
+    def __init__(self, models: Models) -> None:
+        self.history = SuffixHistory()
+
+    def forget(self) -> None:
+        self.history.clear()
+
+    def save(self) -> None:
+        """Stores nothing: outputs stay in memory."""
 
 
-SUFFIX = Method(
-    "suffix",
-    "SuffixDecoding, Oliaro et al. 2024",
-    drafter=suffix_drafter,
-    policy="adaptive",
-    any_policy=True,
-    signals=frozenset({MATCH_LENGTH, "prob"}),
-    settings={
+class SuffixDecoding(Method):
+    name = "suffix"
+    paper = "SuffixDecoding, Oliaro et al. 2024"
+    policy = "adaptive"
+    any_policy = True
+    signals = frozenset({MATCH_LENGTH, "prob"})
+    settings: ClassVar = {
         "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
         "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
         "history": Setting(
             False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
         ),
-    },
-    drafts="suffix",
-    recorded=True,
-    own_cost_kind=COPYING,
-    grids=({"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},),
-    engines=("vllm",),
-)
+    }
+    tuning = Tuning(
+        "suffix",
+        recorded=True,
+        own_cost_kind=COPYING,
+        grids=({"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},),
+    )
+
+    def start(self, models: Models, request: Request) -> Run:
+        setup = make_setup(models, request, models.plain())
+        values = request.settings.values
+        history = models.kept(EarlierOutputs).history if values["history"] else None
+        drafter = SuffixDrafter(float(values["min_prob"]), float(values["factor"]), setup.eos_ids, history)
+        return make_run(models, request, setup, drafter)
+
+    def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
+        super().check_request(settings, sampling)
+        if settings.values["history"] and sampling.seed is not None and not sampling.greedy:
+            raise SpecgenError(
+                f"{self.name} with history=true draws other tokens with the same seed after other outputs",
+                "Leave the seed or history out",
+            )

@@ -7,11 +7,9 @@ from typing import ClassVar
 
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, comparison, longest_draft_setting
-from specgen.methods.method import Grid
-from specgen.methods.sd import chain_method
+from specgen.methods.model_drafts import ChainMethod
 
 _THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
-SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}  # for other methods
 
 
 class SVIP(LengthPolicy):
@@ -44,4 +42,7 @@ class SVIP(LengthPolicy):
         return self._below(self.max_draft, token)
 
 
-SVIP_METHOD = chain_method("svip", "SVIP")
+class SVIPMethod(ChainMethod):
+    name = "svip"
+    paper = "SVIP"
+    policy = "svip"

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import HEADS, MTP, ONE_PASS
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.gguf.naming import gguf_models
@@ -32,9 +33,9 @@ from specgen.engine.parts.trained_part import TrainedPart, open_part
 from specgen.engine.text.tokenizer import has_tokenizer, load_tokenizer
 from specgen.engine.text.translation import LEAST_SHARED, same_tokens
 from specgen.engine.weights import bytes_of_weights, stored_tensors
-from specgen.methods.method import DRAFT_MODEL, HEADS, MTP, ONE_PASS
+from specgen.methods.base import DRAFT_MODEL
+from specgen.models.parts import PartStore
 from specgen.pair.found_cache import keep_search, read_search, search_state
-from specgen.pair.parts import PartStore
 
 MOST_FOLDERS = 300  # that are looked at, of each place
 LARGEST_DRAFT = 0.5  # of the target's bytes

@@ -14,6 +14,7 @@ from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import EXIT_WEIGHTS
+from specgen.base.part_kinds import HEADS
 from specgen.base.settings import Setting
 from specgen.base.text import one_line
 from specgen.base.types import check_models
@@ -32,10 +33,11 @@ from specgen.engine.model_loading import (
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
-from specgen.methods.method import DRAFT_MODEL, HEADS
+from specgen.methods.base import DRAFT_MODEL
+from specgen.models.loaded_models import LoadedModels
 from specgen.pair import trial
 from specgen.pair.finding import LEAST_GAIN, Found, search
-from specgen.pair.pair import Pair, runners
+from specgen.pair.pair import Pair
 from specgen.pair.profile_place import FILE, ProfileSource, profile_key_of, with_rounded_draft
 from specgen.workers.process import DraftProcess, is_possible
 from specgen.workers.worker import DraftWorker
@@ -227,7 +229,7 @@ def _load(
         load_target = load_distributed
     loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
     loaded.warning = choices[0].warning or loaded.warning
-    pair = Pair(loaded, draft, worker)
+    pair = Pair(LoadedModels(loaded, draft, worker))
     if not find:
         return pair
     announce(f"looking for what can draft for {target.name}")
@@ -257,7 +259,7 @@ def _with_model(
             other = with_found(pair, found, dtypes, device, process)
             if find != "unloaded":
                 announce(f"loading {found.name}")
-                runners(other)
+                other.models.with_draft_model()
             if find is True and found.is_assumed:
                 announce(f"trying {found.name}")
                 learned = trial.tried(other, found)
@@ -358,9 +360,8 @@ def with_found(
 
 
 def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
-    other = Pair(pair.target, draft, _worker(process, draft, pair.target.device))
-    other.parts = pair.parts
-    other.lock = pair.lock
+    worker = _worker(process, draft, pair.target.device)
+    other = Pair(LoadedModels(pair.target, draft, worker, parts=pair.parts, lock=pair.lock))
     other.searched = pair.searched
     other.profile_from = pair.profile_from
     other.measurements.threads = pair.measurements.threads

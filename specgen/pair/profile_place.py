@@ -12,7 +12,7 @@ from specgen.base.files import pair_folder, readable
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.engine.model_loading import LoadedModel
-    from specgen.pair.parts import PartStore
+    from specgen.models.parts import PartStore
 
 FILE = "profile.yaml"
 

@@ -13,8 +13,8 @@ from specgen.base.types import Round
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
+    from specgen.methods.base import Request
     from specgen.pair.pair import Pair
-    from specgen.pair.request import Request
 
 
 def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:

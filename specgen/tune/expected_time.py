@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.policy_base import LengthPolicy
+    from specgen.engine.model_runner import DraftRunner
     from specgen.tune.remembered import MemoisedRunner
     from specgen.tune.round_timing import ReferenceOutput
 
@@ -67,10 +68,10 @@ class PricedTarget:
 
     def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
         self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
-        self.runner: MemoisedRunner | None = None
+        self.runner: DraftRunner | None = None
         self.device = torch.device("cpu")  # nothing waits for it
 
-    def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] = (), *, start: int = 0) -> Any:
+    def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = (), *, start: int = 0) -> Any:
         self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
         if self._generated == 0:
             self._clock.add("prefill", self._reference.prefill_seconds)
@@ -78,6 +79,9 @@ class PricedTarget:
             self.pass_seconds = self._clock.costs.verification_cost.at(len(draft) + 1, len(context))
             self._clock.add("verify", self.pass_seconds)
         return None if self.runner is None else self.runner.logits(context, draft, parents)
+
+    def cached_tokens(self, context: Context) -> int:
+        return 0
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
         known = [*self._reference.token_ids[self._generated :], *[_NO_TOKEN] * (len(draft.tokens) + 1)]
@@ -129,6 +133,8 @@ class PricedParallelDrafter:
         self.seconds = 0.0
         self.own_seconds = 0.0
 
+    def ready(self) -> None: ...
+
     def prefill(self, context: Context) -> None: ...
 
     def close(self) -> None: ...
@@ -137,10 +143,10 @@ class PricedParallelDrafter:
         self._draft = self._drafter.propose(context, self.policy, limit, unverified)
         self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
 
-    def first(self, count: int) -> Sequence[int]:
+    def first(self, count: int) -> list[int]:
         """Returns the draft's first `count` tokens. The target waits for them, so their expected seconds are added to the
         clock."""
-        tokens = self._draft.tokens[:count]
+        tokens = list(self._draft.tokens[:count])
         self._lead_seconds = self._seconds(len(tokens))
         self._clock.add("draft", self._lead_seconds)
         return tokens

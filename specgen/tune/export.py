@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from specgen.pair.profile import Tuned
 
 LENGTH = 5  # the draft length to export where specgen has it from a length policy that no engine has: a compromise
+PLAIN = "ar"
 FOR_DRAFTS = "sd"  # what engines have for draft models
+_SUPPORTING: Mapping[str, Sequence[str]] = {  # the engines that have each method
+    "sd": ("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx", "lmstudio"),
+    "heuristic": ("transformers",),
+    "confidence": ("transformers", "llama.cpp"),
+    "lookup": ("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+    "suffix": ("vllm",),
+    "eagle": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+}
 _TARGET = "TARGET.gguf"  # where there is no GGUF file
 _READING_GGUF = "llama.cpp", "lmstudio"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
@@ -77,7 +86,7 @@ def methods_of(engine: str) -> list[str]:
     if engine not in ENGINES:
         known = ", ".join(ENGINES)
         raise SpecgenError(f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}", f"There are {known}")
-    return [name for name, row in methods.METHODS.items() if engine in row.engines]
+    return [name for name in methods.METHODS if engine in _SUPPORTING.get(name, ())]
 
 
 def export(
@@ -114,7 +123,7 @@ def export(
         return plain, [*replaced, f"{engine} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"]
     candidates = [FOR_DRAFTS] if stands_in else usable
     best = max(candidates, key=lambda name: 0.0 if stands_in else tuned[name].measured or tuned[name].predicted)
-    if chosen == methods.PLAIN.name:
+    if chosen == PLAIN:
         note = f"plain decoding is the fastest here, so {engine} decodes plainly; the best of what it has is {best}"
         return plain, [*replaced, note]
     row = methods.find(best)

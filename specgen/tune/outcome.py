@@ -16,7 +16,7 @@ from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams, TuningVerdict
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import DEFAULT_METHOD, METHODS, POLICIES, known_settings
-from specgen.methods.method import Grid
+from specgen.methods.base import SKIPPED_LAYERS, Grid
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
@@ -130,19 +130,23 @@ class TuningObserver(Protocol):
 
 # The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
 # one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams.
-SIMPLE = tuple(name for name, method in METHODS.items() if method.recorded)
-SEARCHED = tuple(name for name, method in METHODS.items() if not (method.recorded or method.skips_layers or method.is_yardstick))
+SIMPLE = tuple(name for name, method in METHODS.items() if method.tuning.recorded)
+SEARCHED = tuple(
+    name
+    for name, method in METHODS.items()
+    if not (method.tuning.recorded or method.needs == SKIPPED_LAYERS or method.tuning.is_yardstick)
+)
 
 
 def grid(name: str) -> list[GivenSettings]:
     """Returns all combinations of settings that tuning tries for the method `name`, in the order in which it tries them.
 
     First come the defaults, then what differs from them in one setting, then the rest in random order: a search that runs out of
-    time has then tried some from the whole range. The values are those in `Method.grids`; without any, those that the settings of
+    time has then tried some from the whole range. The values are those in `Tuning.grids`; without any, those that the settings of
     the method's length policy list (`Setting.tuned`).
     """
     method = METHODS[name]
-    grids = method.grids
+    grids = method.tuning.grids
     if grids is None:
         assert method.policy is not None
         grids = [{setting: known.tuned for setting, known in POLICIES[method.policy].settings.items() if known.tuned}]

@@ -13,6 +13,7 @@ import torch
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
+from specgen.base.part_kinds import EXIT, HEADS, MTP, training_command
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
@@ -26,12 +27,12 @@ from specgen.engine.parts.trained_part import open_part
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
-from specgen.methods.adaptive import Adaptive
-from specgen.methods.method import EXIT, HEADS, MTP, SKIPPED_LAYERS, training_command
+from specgen.methods.pass_times import PassTimes
+from specgen.methods.readiness import KnownModels, Readiness
+from specgen.methods.skip_search import example_prompts
+from specgen.models.parts import PartStore
 from specgen.pair.finding import unloaded
-from specgen.pair.pair import Pair, pass_costs
-from specgen.pair.parts import PartStore
-from specgen.pair.skip_search import example_prompts
+from specgen.pair.pair import Pair
 from specgen.tune.rounding_cost import RoundingCost, rounding_cost
 
 _PROBES: Sequence[str] = (
@@ -123,20 +124,6 @@ class TokenizerFacts:
     refusal: str | None
     probe: tuple[str, tuple[int, ...], tuple[int, ...]] | None
     overlap: TokenOverlap | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Whether a method can run with a target and its draft model (`ready`). If not, `why` is the reason and `cure` the way out;
-    else both are empty."""
-
-    ready: bool
-    why: str = ""
-    cure: str = ""
-
-    @classmethod
-    def of(cls, error: SpecgenError) -> Readiness:
-        return cls(False, error.message, error.hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +290,8 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     if pair.draft is None or pair.draft.refusal is not None or pair.draft.drafts_blocks:
         return None
     announce("timing passes with both models running")
-    return pass_costs(pair, min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit))
+    length = min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit)
+    return pair.models.kept(PassTimes).costs(length, SamplingParams())
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
@@ -330,27 +318,14 @@ def readiness(
     `parts` are the exit layer and the head that the user named. `tokenizers` is None without a draft model. Raises SpecgenError
     if a named part does not exist, is damaged or belongs to another target.
     """
-    missing, unlike_llama = _missing_parts(target, *parts), _unlike_llama(target)
-    by_text = tokenizers is not None and tokenizers.refusal is not None
-    found = {}
-    for name, method in methods.METHODS.items():
-        part = EXIT if method.needs_exit_layer else method.head
-        if unlike_llama is not None and (method.needs in (EXIT, SKIPPED_LAYERS) or method.head):
-            why = f"needs a model built as Llama is, and {unlike_llama} is not"
-            found[name] = Readiness(False, why, "take a draft model, or lookup")
-        elif part in missing:
-            found[name] = missing[part]
-        elif method.needs == MTP:
-            found[name] = Readiness(True, "drafting layers in the target's own files" if parts[1] is None else "")
-        elif not method.uses_draft_model or (tokenizers is None and not method.needs_draft_model):
-            found[name] = Readiness(True, "needs no draft model")
-        elif tokenizers is None:
-            found[name] = Readiness(False, "no draft model", "name one with --draft")
-        elif by_text and "translation" not in method.settings:
-            found[name] = Readiness(False, "the tokenizers differ", "take a draft of the target's family")
-        else:
-            found[name] = Readiness(True, "with translation=text" if by_text else "")
-    return found
+    models = KnownModels(
+        draft=None if tokenizers is None else "draft",
+        draft_refusal=None if tokenizers is None else tokenizers.refusal,
+        unlike_llama=_unlike_llama(target),
+        missing_parts=_missing_parts(target, *parts),
+        names_head=parts[1] is not None,
+    )
+    return {name: method.check(models) for name, method in methods.METHODS.items()}
 
 
 def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
@@ -392,9 +367,9 @@ def obstacle(pair: Pair, name: str) -> SpecgenError | None:
     """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it can decode. Measures
     nothing."""
     method = methods.find(name)
-    # settings that are `auto` by default would have to be measured: they are given
-    given: dict[str, Any] = {"skip": "0"} if method.skips_layers else {"window": 1} if method.is_parallel else {}
-    given |= {"draft_cost": 0, "verify_cost": 0} if method.policy == Adaptive.name else {}
+    given: dict[str, Any] = dict(method.unmeasured)
+    if method.policy is not None:
+        given |= methods.POLICIES[method.policy].unmeasured
     if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
         given |= {"translation": "text"}
     try:

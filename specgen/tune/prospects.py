@@ -30,11 +30,11 @@ def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
     found = dict[str, str]()
     for name in dict.fromkeys(usual):
         method = METHODS[name]
-        is_light = method.head or method.recorded
+        is_light = method.head or method.tuning.recorded
         if named and name in named:
             found[name] = name
         elif not named and method.lossless and is_light and not method.is_parallel:
-            found.setdefault(method.drafts, name)
+            found.setdefault(method.tuning.drafts, name)
     return sorted(found.values(), key=lambda name: not METHODS[name].lossless)[:MOST_LIKELY]
 
 
@@ -70,7 +70,7 @@ class Prospects:
 
         Simulations of methods whose drafts are no chains run the models, so for these the first settings decide.
         """
-        return self._strikes[name] >= (STRIKES if METHODS[name].recorded else 1)
+        return self._strikes[name] >= (STRIKES if METHODS[name].tuning.recorded else 1)
 
     def floor(self, name: str) -> float:
         """Returns the speedup below which settings of the method are far behind.
@@ -78,7 +78,7 @@ class Prospects:
         Plain decoding never is: all are compared with it. Nor are the first settings of a method whose drafts are chains: they
         cost little, and who wants this method, or an engine that has no other, needs some.
         """
-        if name == PLAIN or (METHODS[name].recorded and name not in self._best_of):
+        if name == PLAIN or (METHODS[name].tuning.recorded and name not in self._best_of):
             return 0.0
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 

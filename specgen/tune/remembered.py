@@ -34,6 +34,31 @@ class MemoisedRunner:
         self._runner, self._kept, self._joins = runner, kept, joins
         self.calls = 0
 
+    @property
+    def context_limit(self) -> int:
+        return self._runner.context_limit
+
+    @property
+    def num_embeddings(self) -> int:
+        return self._runner.num_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._runner.device
+
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: few passes are run."""
+
+    def clear_cache(self) -> None:
+        """Does nothing: the kept outputs stay."""
+
+    def cached_tokens(self, context: Context) -> int:
+        return 0
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
@@ -83,6 +108,8 @@ class DrawnRunner:
     from the positive part of q - p. After other tokens it is drawn from q.
     """
 
+    draws = False  # drafters take the likeliest token
+
     def __init__(
         self, draft: MemoisedRunner, target: MemoisedRunner, reference: ReferenceOutput, sampling: SamplingParams, seed: int
     ) -> None:
@@ -92,6 +119,28 @@ class DrawnRunner:
         self._sampling = sampling
         self._seed = seed
         self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
+
+    @property
+    def context_limit(self) -> int:
+        return self._draft.context_limit
+
+    @property
+    def num_embeddings(self) -> int:
+        return self._draft.num_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self._draft.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._draft.device
+
+    def reserve(self, capacity: int) -> None:
+        """Does nothing: few passes are run."""
+
+    def clear_cache(self) -> None:
+        """Does nothing: the kept outputs stay."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._draft, name)

@@ -26,7 +26,6 @@ from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import inference, synchronizer
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.pair.pair import runners
 from specgen.tune.outcome import Deadline
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams
 
 
 @inference
-def draft_prefill_seconds(target: ModelRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
+def draft_prefill_seconds(target: DraftRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
     """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs before it, is not timed."""
     context = Context(reference.prompt_ids)
     wait = synchronizer(draft.device) or (lambda: None)
@@ -124,7 +123,10 @@ def time_rounds(
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
     fewest, found = len(sweep.combinations), list[TimedRound]()
-    draft = runners(pair)[1] if methods.find(method).uses_draft_model else None
+    draft = None
+    if methods.find(method).uses_draft_model:
+        runners = pair.models.with_draft_model()
+        draft = None if runners is None else runners.draft
     runner = draft.own if isinstance(draft, TranslatedRunner) else draft if isinstance(draft, ModelRunner) else None
     while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
         before = len(found)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import HEADS
 from specgen.base.settings import Value, written
 from specgen.base.text import counted, significant
 from specgen.compare.results import BenchmarkConfig
@@ -25,10 +26,10 @@ from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.weights import bytes_of_weights
 from specgen.methods import METHODS
+from specgen.methods.base import SKIPPED_LAYERS
 from specgen.methods.learned_drafting import DraftingCosts
-from specgen.methods.method import HEADS
-from specgen.pair.pair import skipping_speed
-from specgen.pair.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
+from specgen.methods.selfsd import SelfSpeculativeDecoding
+from specgen.methods.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
 from specgen.tune.outcome import (
     AS_FAST,
     PLAIN,
@@ -158,7 +159,9 @@ class Tuner:
     def select(self) -> list[str]:
         """Returns which of the requested methods can be tuned for this pair, plain decoding included. Raises as `check_named`."""
         names = self.request.names
-        wanted = [name for name in METHODS if name == PLAIN or (name in (names or METHODS) and not METHODS[name].is_yardstick)]
+        wanted = [
+            name for name in METHODS if name == PLAIN or (name in (names or METHODS) and not METHODS[name].tuning.is_yardstick)
+        ]
         for name in wanted:
             if (reason := self._obstacle(name)) is not None:
                 self.left_out[name] = reason
@@ -167,7 +170,7 @@ class Tuner:
 
     def _obstacle(self, name: str) -> str | None:
         method, draft = METHODS[name], self.pair.draft
-        if method.skips_layers and self.request.names is None:
+        if method.needs == SKIPPED_LAYERS and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
         if method.uses_draft_model and draft is None:  # also where the method could draft by prompt lookup instead
             return "there is no draft model"
@@ -253,10 +256,10 @@ class Tuner:
         """
         sampling, observer = self.request.sampling, self.observer
         rows = [METHODS[name] for name in names if name in SIMPLE]
-        kinds = list(dict.fromkeys(["echo", *(row.cost_kind for row in rows)]))
+        kinds = list(dict.fromkeys(["echo", *(row.tuning.cost_kind for row in rows)]))
         costs, failures = measure_costs(pair, kinds, references, sampling, deadline.share(COSTS), observer.doing)
         if pair is self.pair:
-            self.left_out |= {row.name: failures[row.cost_kind] for row in rows if row.cost_kind in failures}
+            self.left_out |= {row.name: failures[row.tuning.cost_kind] for row in rows if row.tuning.cost_kind in failures}
             target = costs["echo"].verification_cost
             length = min(target.curves)
             wider = ", ".join(f"{significant(1e3 * target.at(tokens, length))} for {tokens}" for tokens in (6, 16))
@@ -282,7 +285,7 @@ class Tuner:
         """Returns the simulator with the draft with which decoding is expected to be the fastest, of the one in `best` and those
         in `others` (see `tune`), and the share of its tokens that the target accepts; `acceptance` is that of the first one's."""
         limit = self.request.deadline.share(DRAFTS)
-        one_by_one = [name for name in names if METHODS[name].cost_kind == "model"]
+        one_by_one = [name for name in names if METHODS[name].tuning.cost_kind == "model"]
         for number, make in enumerate(others):
             if limit.left < 0:
                 self.left_out["other drafts"] = TIME_WAS_SHORT
@@ -384,7 +387,7 @@ class Tuner:
     ) -> Candidate | None:
         """Simulates the settings. Returns None if they turn out to be far behind, or if the time is up in a simulation that runs
         the models."""
-        runs_models = not METHODS[name].recorded
+        runs_models = not METHODS[name].tuning.recorded
 
         def goes_on(figures: Figures) -> bool:
             return not prospects.is_behind(name, figures) and not (runs_models and deadline.left < 0)
@@ -409,7 +412,7 @@ class Tuner:
         deadline, prompts = self.request.deadline, len(simulator.references)
         heads = further_heads(simulator.pair)
         chains = {name: grid(name) for name in names if name in SIMPLE}
-        shapes = {name: combinations(METHODS[name].searched_grids) for name in chains if METHODS[name].searched_grids}
+        shapes = {name: combinations(METHODS[name].tuning.shapes) for name in chains if METHODS[name].tuning.shapes}
         shapes |= {
             name: [{**more, **each} for each in grid(name) for more in ({}, *heads.get(METHODS[name].head, ()))]
             for name in names
@@ -622,7 +625,10 @@ def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
     prompts = [reference.prompt_ids[:PROMPT_TOKENS] for reference in references[:PROMPTS]]
     if len(prompts) * NEW_TOKENS * _token_seconds(references) > seconds:
         raise SpecgenError(TIME_WAS_SHORT)
-    speeds = search_skips(pair.target.model.shape.num_layers, lambda skips: skipping_speed(pair, skips, prompts), seconds)
+    method = METHODS["selfsd"]
+    assert isinstance(method, SelfSpeculativeDecoding)
+    layers = pair.target.model.shape.num_layers
+    speeds = search_skips(layers, lambda skips: method.speed(pair.models, skips, prompts), seconds)
     fastest = max(speeds, key=lambda skips: speeds[skips])
     return Candidate("selfsd", {"skip": fastest}, speeds[fastest])
 

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from specgen.base.part_kinds import MTP
 from specgen.base.text import counted, inline, one_line, significant
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, known_settings
-from specgen.methods.method import MTP, Method
+from specgen.methods.base import Method
 from specgen.tune.outcome import PLAIN, Candidate, Evidence, TuningOutcome
 from specgen.view import theme
 from specgen.view.theme import labelled, table, wrapped
 
 if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
+    from specgen.methods.readiness import Readiness
     from specgen.pair.finding import Found
-    from specgen.tune.pair_inspection import ModelFacts, PairReport, Readiness, TokenizerFacts
+    from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
 
 _LEAD = 13  # cells for the label before the text of a line
 _FIGURES = 66  # cells of a tuning's table to the right of the method's name

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
-from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
@@ -27,9 +26,6 @@ from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.methods.learned_drafting import Learned
-from specgen.methods.method import ADAPTIVE
-from specgen.methods.runs import make_policy
 from specgen.workers.process import ANSWERED, ASKED, CUT, DRAFTED, MOST_SHOWN, TOKEN_BITS, shared_words, watch
 
 # A draft, the seconds that it took and those in which its thread ran, and what the length policy had learned before it, where
@@ -106,7 +102,7 @@ class DraftServer:
         self._model: Any = None
         self._translation: Any = None
         self._runs: dict[int, _Run] = {}
-        self._learned: dict[Hashable, Learned] = {}  # by `AdaptiveInputs.key`
+        self._learned: dict[Hashable, Any] = {}  # see `LengthPolicy.share`
 
     def load(self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any) -> None:
         """Loads the draft model from the folder that `source` names, onto `device` (as text, such as `cuda:0`).
@@ -130,11 +126,12 @@ class DraftServer:
 
     @inference
     def begin(
-        self, run: int, prompt_ids: Sequence[int], settings: Settings, setup: Setup, window: int, offset: int, penalties: Any
+        self, run: int, prompt_ids: Sequence[int], policy: LengthPolicy, setup: Setup, window: int, offset: int, penalties: Any
     ) -> None:
-        """Makes the run's drafter and length policy, and runs the draft model over the prompt.
+        """Makes the run's drafter, and runs the draft model over the prompt.
 
-        `run` is the run's number in later requests, `window` the largest number of tokens in a draft. `offset` (bytes) is where
+        `run` is the run's number in later requests, `policy` ends its drafts, `window` is the largest number of tokens in a
+        draft. `offset` (bytes) is where
         the run's part of the shared memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
         if the target has no penalties, or if the runner applies them already.
         """
@@ -156,11 +153,9 @@ class DraftServer:
         context = Context(prompt_ids)
         if room(self._runner, context) > 0:
             self._runner.logits(context)
-        adaptive = setup.adaptive
-        if adaptive is not None and adaptive.key is not None:
-            adaptive = replace(adaptive, learned=self._learned.setdefault(adaptive.key, adaptive.learned))
+        policy.share(self._learned)
         drafter = ModelDrafter(replace(setup, draft=self._runner))
-        self._runs[run] = _Run(context, drafter, make_policy(settings, setup.seed, adaptive), shared)
+        self._runs[run] = _Run(context, drafter, policy, shared)
 
     @inference
     def draft(
@@ -173,12 +168,12 @@ class DraftServer:
         slot: int,
     ) -> Answer:
         """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, those in which this thread ran, and the
-        state of the policy `adaptive` before it.
+        policy's state before it.
 
         `committed` are the output's new tokens since the last request. `unverified` are drafted tokens after them that the target
         is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since the last request, for the
         length policy. The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
-        The state is None for other policies.
+        The state is None where the pair's process knows it (see `LengthPolicy.learns_from_tokens`).
         """
         own_start = time.thread_time()
         start = time.perf_counter()
@@ -188,7 +183,7 @@ class DraftServer:
             of_run.context.extend(committed)
         for drafted, accepted in observed:
             policy.observe(drafted, accepted)
-        state = policy.state() if policy.name == ADAPTIVE else None
+        state = policy.state() if policy.learns_from_tokens else None
         draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, self.show)
         draft = draft.with_predictions(policy.predictions)
         if of_run.shared is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -14,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen.base.errors import RunError
-from specgen.base.settings import Settings
 from specgen.base.types import Context, Draft
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import split_threads
-from specgen.methods.runs import make_policy
 from specgen.workers.process import SIZE, DraftProcess, cannot_start
 from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
@@ -100,9 +99,9 @@ class DraftWorker:
             self._loading = None
         return self._channel
 
-    def drafter(self, settings: Settings, setup: Setup, window: int) -> WorkerDrafter:
-        """Returns a drafter for one run, with drafts of at most `window` tokens."""
-        return WorkerDrafter(self, settings, setup, window)
+    def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> WorkerDrafter:
+        """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy` ends."""
+        return WorkerDrafter(self, policy, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
         """Begins a run (the generation of one output): reserves a part of the shared memory for it, and returns its offset in
@@ -151,25 +150,28 @@ class WorkerDrafter:
     The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
     """
 
-    def __init__(self, worker: DraftWorker, settings: Settings, setup: Setup, window: int) -> None:
+    def __init__(self, worker: DraftWorker, policy: LengthPolicy, setup: Setup, window: int) -> None:
         self.seconds = 0.0
         self.own_seconds = 0.0
         self._worker = worker
-        self._settings = settings
+        self._decides = policy
         self._setup = setup
         self._window = window
-        # `adaptive` learns from the drafted tokens, which only the worker sees
-        self._mirror = _PolicyMirror(None if setup.adaptive is not None else make_policy(settings, setup.seed))
+        # what a policy learns from the drafted tokens, only the worker knows
+        self._mirror = _PolicyMirror(None if policy.learns_from_tokens else deepcopy(policy))
         self.policy: LengthPolicy = self._mirror
         self._channel: Any = None  # DraftProcess or _Here
         self._shared = SharedDrafts(setup, window)
         self._run, self._slot = next(_RUNS), 0
         self._requests: list[Any] = []  # those without an answer: for the beginning of the run, and for a draft
 
+    def ready(self) -> None:
+        self._worker.ready()
+
     def prefill(self, context: Context) -> None:
         self._channel = self._worker.ready()
         offset = self._worker.enter(self, self._shared)
-        given = self._settings, self._setup.for_worker, self._window, offset, self._worker.penalties
+        given = self._decides, self._setup.for_worker, self._window, offset, self._worker.penalties
         self._requests = [self._channel.send("begin", self._run, list(context.ids), *given)]
         self._known = len(context)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from pair_helpers import runners
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
@@ -24,7 +25,6 @@ from specgen import demo
 from specgen.base.text import counted
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
 from specgen.methods import find, resolve
-from specgen.pair.pair import runners
 
 PLAIN = "transformers"
 METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "adaptive", "beta-ts", "lookup", "pearl")
@@ -82,7 +82,8 @@ class ForwardClock:
         self.seconds = 0.0
         both_runners = [runner for runner in runners(pair) if runner is not None]
         if pair.parts.find("exit") is not None:
-            both = pair.parts.runners(find("eesd"))
+            both = pair.parts.runners("exit")
+            assert both is not None
             both_runners += [both.target, both.draft]
         for runner in both_runners:
             runner._forward = self._timed(runner._forward)

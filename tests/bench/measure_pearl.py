@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from pair_helpers import pass_costs
 
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.pair.figures import Figures
-from specgen.pair.pair import pass_costs
 
 PLAIN, AUTO = "ar", "pearl"
 SEQUENTIAL = ("sd:k=5", "svip")

@@ -62,7 +62,7 @@ def main() -> None:
         print(f"tuned in {time.perf_counter() - start:.1f} s: {outcome.verdict}, {outcome.chosen.written}", flush=True)
         names = [name for name in options.methods.split(",") if name in chosen]
         specs = [written(name, given) for name in names for given in grid(name)[: options.settings]]
-        trees = combinations(METHODS["sd"].searched_grids) if "sd" in names else []
+        trees = combinations(METHODS["sd"].tuning.shapes) if "sd" in names else []
         specs += [written("sd", given) for given in trees[:: -(-len(trees) // options.settings) or 1]]
         specs = list(dict.fromkeys([*specs, outcome.best.written]))
         found = measure(pair, specs, measured, options.repeats, sampling)

@@ -19,7 +19,7 @@ from specgen.engine.block_runner import BlockRunner
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
@@ -33,7 +33,6 @@ from specgen.engine.parts.part import (
     BlockWeights,
     DecoderRunner,
     FeatureRunner,
-    PartRunners,
     native_layers,
     of_all_tokens,
 )
@@ -290,7 +289,7 @@ class Confidence:
 @torch.no_grad()
 def make_runners(
     weights: BlockWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> PartRunners:
+) -> Runners:
     """Returns a target that keeps the head's features, the head, and its prediction of acceptance, if it has one.
 
     `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers cannot be run one by one.
@@ -300,4 +299,4 @@ def make_runners(
     found: Any = None
     if CONFIDENCE in tensors:
         found = Confidence(tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device))
-    return PartRunners(draft.target, draft, None, found)
+    return Runners(draft.target, draft, None, found)

@@ -20,7 +20,7 @@ from specgen.engine.block_runner import penalised
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
@@ -34,7 +34,6 @@ from specgen.engine.parts.part import (
     FeatureRunner,
     KeptRows,
     MtpWeights,
-    PartRunners,
     native_layers,
     of_all_tokens,
 )
@@ -316,7 +315,7 @@ def make_runners(
     model: Model,
     _: ModelRunner,
     penalties: Callable[[], PenaltyProcessor | None],
-) -> PartRunners:
+) -> Runners:
     """Returns a runner of the target that keeps the features that the head reads, and a runner of the head.
 
     `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError if the model's layers cannot
@@ -326,9 +325,9 @@ def make_runners(
         weights = replace(weights, norm_output=_feeds_normed(weights, model), trial_ids=())
     if isinstance(weights, AssistantWeights):
         assistant = AssistantRunner(weights, model, penalties(), penalties())
-        return PartRunners(assistant.target, assistant)
+        return Runners(assistant.target, assistant)
     draft = EagleRunner(weights, model, penalties(), penalties())
-    return PartRunners(draft.target, draft)
+    return Runners(draft.target, draft)
 
 
 def _feeds_normed(weights: EagleWeights, model: Model) -> bool:

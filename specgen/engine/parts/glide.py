@@ -16,7 +16,7 @@ from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attention import WIDE, attend, attend_batch, sight_of_chain
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import norm_function
@@ -25,7 +25,7 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import DecoderRunner, GlideWeights, PartRunners, native_layers
+from specgen.engine.parts.part import DecoderRunner, GlideWeights, native_layers
 from specgen.engine.penalties import PenaltyProcessor
 
 
@@ -187,7 +187,7 @@ class GlideRunner(DecoderRunner):
 @torch.no_grad()
 def make_runners(
     weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> PartRunners:
+) -> Runners:
     """Returns `target`, which runs the whole `model` and verifies, and a runner of the GliDe draft model.
 
     `penalties` makes the penalty processor for the draft's logits. Raises SpecgenError if the draft model cannot be run with this
@@ -198,4 +198,4 @@ def make_runners(
         raise SpecgenError(problem, "Take another method, or run without torchrun")
     if not {EMBEDDING, HEAD} <= weights.tensors.keys():
         model.check_layers("glide")
-    return PartRunners(target, GlideRunner(weights, model, target, penalties()))
+    return Runners(target, GlideRunner(weights, model, target, penalties()))

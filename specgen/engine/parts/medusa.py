@@ -11,10 +11,10 @@ from specgen.base.types import Context
 from specgen.engine.block_runner import BlockRunner
 from specgen.engine.forward_pass import LayerPart, ModelOutput
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import ProductFactory
-from specgen.engine.parts.part import MedusaWeights, PartRunners, of_all_tokens
+from specgen.engine.parts.part import MedusaWeights, of_all_tokens
 from specgen.engine.penalties import PenaltyProcessor
 
 
@@ -73,7 +73,7 @@ class MedusaRunner(BlockRunner):
 @torch.no_grad()
 def make_runners(
     weights: MedusaWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
-) -> PartRunners:
+) -> Runners:
     """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of the target's penalties.
 
     `target` is the target's own runner. It is returned unless transformers runs the model: since transformers' forward passes
@@ -84,4 +84,4 @@ def make_runners(
         model.check_layers("medusa")
         layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
         target = ModelRunner(model, penalties(), model.forward(layers))
-    return PartRunners(target, MedusaRunner(weights, model, target, penalties()))
+    return Runners(target, MedusaRunner(weights, model, target, penalties()))

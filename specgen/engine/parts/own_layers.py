@@ -10,15 +10,15 @@ those of drafted tokens after them. The latter are reused while the draft grows,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
+from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import Context
 from specgen.engine.devices import inference
 from specgen.engine.forward_pass import (
@@ -30,7 +30,7 @@ from specgen.engine.forward_pass import (
     ModelOutput,
 )
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
@@ -38,11 +38,10 @@ from specgen.engine.native.layer import norm_function, norm_gain
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.products import MakeProduct, ProductFactory
-from specgen.engine.parts.part import FeatureRunner, PartRunners, native_layers
+from specgen.engine.parts.part import FeatureRunner, native_layers
 from specgen.engine.penalties import PenaltyProcessor
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
-_SKIPPED = re.compile(r"(\d{1,9})([am]?)")
 
 
 def check_exit(model: Model, after: int, layers: int, name: str = "the exit") -> None:
@@ -196,13 +195,23 @@ class Predictor(torch.nn.Module):
         return draft_hidden.to(self.bias.dtype) @ self.draft_weights + offsets.gather(-1, index)
 
 
+class _HoldsStates(Protocol):
+    """A runner that keeps the hidden states of its last pass."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def last_hidden_state(self, context: Context) -> Tensor | None:
+        """Returns the hidden state [width] from which the model predicted the context's last token; None if it is not kept."""
+
+
 class ExitAcceptancePredictor:
     """Predicts the probability that a drafted token is accepted: theta_M of EESD, Eq. 5.
 
     The inputs are the target's hidden state before the draft and the exit layer's hidden state at the drafted token.
     """
 
-    def __init__(self, target: ModelRunner, predictor: Predictor) -> None:
+    def __init__(self, target: _HoldsStates, predictor: Predictor) -> None:
         self.predictor, self._target = predictor, target
         self._offsets = torch.zeros(predictor.POSITIONS, device=target.device)
 
@@ -235,7 +244,7 @@ class ExitWeights:
 
 def make_runners(
     weights: ExitWeights, model: Model, _: ModelRunner | None, penalties: Callable[[], PenaltyProcessor | None]
-) -> PartRunners:
+) -> Runners:
     """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
 
     `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError for a model whose layers
@@ -249,38 +258,7 @@ def make_runners(
     target = ModelRunner(model, penalties(), verify, model.new_cache(later))
     draft = ModelRunner(model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache())
     predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
-    return PartRunners(target, draft, first, predictor)
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedLayers:
-    """The layers (indices from 0) whose attention is skipped, and those whose MLP is skipped. Called z in the Self-SD paper."""
-
-    attention: frozenset[int]
-    mlp: frozenset[int]
-
-    @classmethod
-    def parse(cls, text: str, layers: int) -> Self:
-        """Reads the notation of the `skip` setting: `3+5a+7m` skips layer 3, the attention of layer 5 and the MLP of layer 7.
-
-        `layers` is the model's number of layers. Raises SpecgenError for another notation, and for layers that do not exist.
-        """
-        skipped: dict[str, set[int]] = {"a": set(), "m": set()}
-        for part in text.split("+"):
-            found = _SKIPPED.fullmatch(part.strip())
-            if found is None:
-                raise SpecgenError(
-                    f"skip is {text!r}", "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto"
-                )
-            if int(found[1]) >= layers:
-                raise SpecgenError(f"skip names layer {int(found[1])}", f"The target has the layers 0 to {layers - 1}")
-            for block in found[2] or "am":
-                skipped[block].add(int(found[1]))
-        return cls(frozenset(skipped["a"]), frozenset(skipped["m"]))
-
-    def __str__(self) -> str:
-        kinds = ((self.attention & self.mlp, ""), (self.attention - self.mlp, "a"), (self.mlp - self.attention, "m"))
-        return "+".join(f"{index}{mark}" for indices, mark in kinds for index in sorted(indices))
+    return Runners(target, draft, first, predictor)
 
 
 class LayerSkippingRunner(ModelRunner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -167,32 +167,6 @@ class AssistantWeights:
 
 
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights
-
-
-class PartRunners(NamedTuple):
-    """The runners of a target with a trained part that drafts.
-
-    `target` verifies, and keeps the hidden states (or keys and values) that `draft`, the runner of the trained part, reads. For
-    early exit, `first` runs the layers that both share, and `predictor` predicts whether drafted tokens are accepted; None
-    otherwise.
-    """
-
-    target: ModelRunner
-    draft: Any  # a `DraftRunner` with `reserve` and `clear_cache`
-    first: ModelRunner | None = None
-    predictor: Any = None  # an `own_layers.ExitAcceptancePredictor`
-
-    def reserve(self, capacity: int) -> None:
-        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
-        for runner in self[:3]:
-            if runner is not None:
-                runner.reserve(capacity)
-
-    def clear_cache(self) -> None:
-        """Empties all KV caches, so that the next call runs its whole context. For measurements."""
-        for runner in self[:3]:
-            if runner is not None:
-                runner.clear_cache()
 
 
 class KeptRows:

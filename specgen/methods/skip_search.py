@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.files import examples_file
 from specgen.base.measuring import Sample, spread
-from specgen.engine.model_loading import LoadedModel
-from specgen.engine.parts.own_layers import SkippedLayers
-from specgen.pair.measurements import Measurements
+from specgen.base.skipped_layers import SkippedLayers
+
+if TYPE_CHECKING:
+    from specgen.engine.model_loading import LoadedModel
+    from specgen.models.models import Models
 
 SKIPS = "skips"  # the kind of measurement; its values are layers in the notation of the `skip` setting
 SEARCH_SECONDS = 10.0
@@ -27,12 +30,17 @@ SEARCH_SECONDS = 10.0
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
 
 
-def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[[SkippedLayers, list[list[int]]], float]) -> str:
+# Measures the tokens per second of decoding with these layers skipped, on these prompts (token ids).
+SkippingSpeed = Callable[[SkippedLayers, Sequence[Sequence[int]]], float]
+
+
+def find_skips(models: Models, speed: SkippingSpeed) -> str:
     """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the `skip` setting (`3+5a+7m`).
 
-    They are searched unless `measurements` has them. `speed(layers, prompts)` measures the tokens per second of decoding with
-    these layers skipped on these prompts (token ids). Raises SpecgenError if the target's layers cannot be run one by one.
+    They are searched, by the measured `speed`, unless they were before. Raises SpecgenError if the target's layers cannot be run
+    one by one.
     """
+    target = models.target
 
     def search() -> Sample[str]:
         target.model.check_layers("layer skipping")
@@ -42,7 +50,7 @@ def find_skips(measurements: Measurements, target: LoadedModel, speed: Callable[
         again = [speed(SkippedLayers.parse(best, layers), prompts) for _ in range(2)]
         return Sample(best, 3, spread([speeds[best], *again]))
 
-    return measurements.get(SKIPS, (), search, str, with_draft=False)
+    return models.measurements.get(SKIPS, (), search, str, with_draft=False)
 
 
 def usual_skips(target: LoadedModel) -> str:

@@ -1,4 +1,4 @@
-"""The data of one decoding run (one prompt, one method): its checked arguments and its result."""
+"""The prompt, the sampling parameters and the result of a decoding run."""
 
 from __future__ import annotations
 
@@ -13,65 +13,12 @@ from specgen.base.types import LARGEST, SamplingParams
 from specgen.engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from specgen.base.settings import Settings
     from specgen.base.types import Round
-    from specgen.decoding.costs import RoundCosts
     from specgen.engine.model_loading import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
-    from specgen.methods.method import Method
+    from specgen.methods.base import Request
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The checked arguments of a decoding run; see `Pair.request`.
-
-    `settings` are the method's; a value that has to be measured is still `auto`. `limit` is the maximum number of new tokens:
-    `max_new_tokens`, or fewer if the target's context has no room for them. `record`: each round also measures how close the
-    target's and the draft's probabilities are at each drafted token. `tuned_costs` are those of the profile that chose the method
-    (see `Measurements.tuned_costs`), None if none did. Raises SpecgenError if the method cannot decode with the
-    sampling parameters, or if earlier outputs (setting `history`) would change the tokens of a sampled run with a seed.
-    """
-
-    method: Method
-    settings: Settings
-    sampling: SamplingParams
-    prompt_ids: list[int]
-    limit: int
-    record: bool = False
-    tuned_costs: Mapping[str, RoundCosts] | None = None
-
-    def __post_init__(self) -> None:
-        self.method.check_sampling(self.sampling)
-        if self.settings.values.get("history") and self.sampling.seed is not None and not self.sampling.greedy:
-            raise SpecgenError(
-                f"{self.method.name} with history=true draws other tokens with the same seed after other outputs",
-                "Leave the seed or history out",
-            )
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether nothing in the run may follow from measured times, from earlier runs or from chance.
-
-        The same request has to give the same tokens, and these depend on the drafts if they are drawn with a seed, and if the
-        method is lossy. In other runs a draft changes no token.
-        """
-        if self.sampling.greedy:
-            return not self.method.lossless
-        return self.sampling.seed is not None
-
-    @property
-    def typical_length(self) -> int:
-        return typical_length(len(self.prompt_ids), self.limit)
-
-    def text(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-        """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
-        detokenizer = tokenizer.detokenizer(self.prompt_ids)
-        stop = StopStrings.of(self.sampling.stop, tokenizer)
-        text = "".join(detokenizer.push(token) + stop.mark(token) for token in token_ids) + detokenizer.flush()
-        return stop.shown(text[: stop.start(text)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +32,6 @@ class Result:
     token_ids: list[int]
     rounds: list[Round]
     summary: dict[str, Any]
-
-
-def typical_length(prompt_length: int, limit: int) -> int:
-    """Returns the context's length in tokens when half of the `limit` new ones are generated. A limit over `RESERVED` counts as
-    `RESERVED`."""
-    return prompt_length + min(limit, RESERVED) // 2
 
 
 def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str, str]] = ()) -> list[dict[str, str]]:
@@ -184,3 +125,11 @@ def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
         f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over {limit:,}",
         "Shorten the prompt, or give a larger --context where the model allows it; a smaller -n alone is not enough",
     )
+
+
+def output_text(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
+    detokenizer = tokenizer.detokenizer(request.prompt_ids)
+    stop = StopStrings.of(request.sampling.stop, tokenizer)
+    text = "".join(detokenizer.push(token) + stop.mark(token) for token in token_ids) + detokenizer.flush()
+    return stop.shown(text[: stop.start(text)])

@@ -1,9 +1,6 @@
 """What was measured on this machine for a pair of models: in memory, and in one file of the user's cache folder.
 
-The file may be deleted at any time. If it is damaged, it is ignored and written anew. One kind of measurements are the costs of
-drafting, by which the length policy `adaptive` decides. They begin with those of a profile (the result of `specgen tune`), with
-those that an earlier process has stored, or with a guess; runs then learn them from the times of their rounds. Runs whose text
-depends on them (`Request.is_repeatable`) take those of the profile, or what follows from the models' sizes.
+The file may be deleted at any time. If it is damaged, it is ignored and written anew.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -26,17 +23,11 @@ from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.weights import weights_fingerprint
-from specgen.methods.adaptive import AUTO, Adaptive, AdaptiveInputs
-from specgen.methods.learned_drafting import DraftingCosts, Learned, LearnedCosts, verifying
-from specgen.methods.method import COPYING
 
 if TYPE_CHECKING:
     from specgen.base.types import Round
     from specgen.decoding.costs import RoundCosts
-    from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.run import Run, Schedule
-    from specgen.methods.method import Method
-    from specgen.pair.request import Request
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -46,14 +37,6 @@ _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 
 THREADS = "threads"  # the kind of measurements that are numbers of CPU threads
 LONGEST_COMPARED = 512  # tokens of a context, up to which passes are compared with those after a short one
-DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
-_FEWEST_ROUNDS = 8  # from which learned costs are stored
-_LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
-_GUESS, _BLOCK_GUESS = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4)
-_LEAST_COST = 0.05  # target passes: a draft pass of a much smaller model takes no less time
-_COST_SETTINGS = ("draft_cost", "verify_cost")
-# Settings that change how long a draft takes.
-_SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
 
 
 class Measurements:
@@ -259,139 +242,3 @@ def _stored() -> dict[str, dict[str, Any]]:
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
             return found
     return {}
-
-
-class DraftingKnowledge:
-    """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
-
-    Later runs go on with what earlier runs have learned. `draft` is the pair's draft model. `has_model` says whether a model
-    or a part of the target makes at least some of a method's drafts; otherwise prompt lookup makes all of them.
-    """
-
-    def __init__(
-        self,
-        measurements: Measurements,
-        target: LoadedModel,
-        draft: LoadedModel | None,
-        has_model: Callable[[Method], bool],
-    ) -> None:
-        self._measurements, self._has_model = measurements, has_model
-        self._target, self._draft = target, draft
-        self._drafts_blocks = draft is not None and draft.drafts_blocks
-        self._learned: dict[Key, Learned] = {}
-        self._timed: dict[Key, LearnedCosts] = {}
-
-    @staticmethod
-    def reads_pass_costs(request: Request) -> bool:
-        """Whether `inputs` needs PEARL's pass times for the request: with the policy `adaptive` and `verify_cost=auto`."""
-        settings = request.settings
-        is_adaptive = request.method.is_parallel and settings.policy == Adaptive.name
-        return is_adaptive and settings.values["verify_cost"] == AUTO and not request.is_repeatable
-
-    def inputs(self, request: Request, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are PEARL's pass times; None for other methods,
-        and for PEARL unless `reads_pass_costs`.
-
-        A repeatable request gets the costs of the profile, or else those that follow from sizes, and nothing that
-        earlier runs have learned.
-        """
-        method = request.method
-        values = request.settings.values
-        is_repeatable = request.is_repeatable
-        timed = None
-        costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
-        if parallel_costs is not None:
-            verify, verify_start = verifying(parallel_costs.target_passes.at, max(parallel_costs.width, 3))
-            costs = DraftingCosts(0.0, verify, verify_start=verify_start)
-        elif is_repeatable:
-            costs = self._costs_by_size(request)
-        elif not method.is_parallel and any(values[name] == AUTO for name in _COST_SETTINGS):
-            timed = self._timed_costs(request)
-            costs = timed.costs
-
-        given = (values[name] for name in _COST_SETTINGS)
-        costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
-        learned = Learned.prior(costs, has_model=self._has_model(method))
-        key = None
-        if not is_repeatable:
-            key = _learned_key(request)
-            learned = self._learned.setdefault(key, learned)
-        return AdaptiveInputs(costs, learned, in_parallel=method.is_parallel, key=key, timed=timed)
-
-    @property
-    def draft_cost(self) -> float:
-        """The cost of a pass of the draft model in target passes, by the bytes of weights that both read.
-
-        On devices of two kinds bytes say nothing of time, and it is the guess.
-        """
-        draft = self._draft
-        assert draft is not None
-        if draft.device.type != self._target.device.type:
-            return _GUESS.draft
-        return max(_LEAST_COST, _bytes_of_a_pass(draft) / _bytes_of_a_pass(self._target))
-
-    def save(self) -> None:
-        """Stores the costs of drafting that runs have learned, where they differ much from those that this process began with.
-
-        If the file cannot be written, nothing is stored.
-        """
-        for key, known in self._timed.items():
-            if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                self._measurements.put(DRAFTING, key, Sample(list(astuple(known.costs)), known.rounds, known.spread))
-
-    def _costs_by_size(self, request: Request) -> DraftingCosts:
-        """Returns the costs in the profile, or else those that follow from the method and the sizes of the models."""
-        method = request.method
-        guess = self._guess(method)
-        if method.is_parallel:
-            return replace(guess, draft=0.0)
-        if guess == _GUESS and method.uses_draft_model and self._draft is not None:
-            guess = replace(guess, draft=self.draft_cost)
-        return self._tuned_costs(request) or guess
-
-    def _guess(self, method: Method) -> DraftingCosts:
-        if not self._has_model(method):
-            return DraftingCosts(0.0, _GUESS.verify)
-        in_blocks = self._drafts_blocks if method.uses_draft_model else method.drafts_blocks
-        return _BLOCK_GUESS if in_blocks else _GUESS
-
-    def _timed_costs(self, request: Request) -> LearnedCosts:
-        key = self._cost_key(request)
-        if key not in self._timed:
-            known = self._tuned_costs(request) or self._measurements.stored(DRAFTING, key, _costs_of)
-            self._timed[key] = LearnedCosts(known or self._guess(request.method))
-        return self._timed[key]
-
-    def _tuned_costs(self, request: Request) -> DraftingCosts | None:
-        """Returns the costs in the profile that chose the request's method, else in the one that the pair was loaded with.
-
-        None if it has none for this request, and for drafts that are trees, which tuning does not time.
-        """
-        if request.method.drafts_trees(request.settings):
-            return None
-        costs = self._measurements.tuned_costs if request.tuned_costs is None else request.tuned_costs
-        tuned = costs.get(self._cost_key(request)[0])
-        return None if tuned is None else DraftingCosts.of_rounds(tuned, request.typical_length)
-
-    def _cost_key(self, request: Request) -> Key:
-        """Returns what distinguishes requests with different costs, apart from the models and the machine."""
-        kind = request.method.cost_kind if self._has_model(request.method) else COPYING
-        return kind, *((name, request.settings.values.get(name)) for name in _SHAPES)
-
-
-def _bytes_of_a_pass(model: LoadedModel) -> float:
-    """Returns about how many bytes of weights a pass over one token reads."""
-    size = {None: model.dtype.itemsize, "int8": 1, "int4": 0.5}[model.quantise]
-    return model.prepared.active_parameters * size
-
-
-def _costs_of(stored: Any) -> DraftingCosts:
-    return DraftingCosts(*map(float, stored))
-
-
-def _learned_key(request: Request) -> Key:
-    """Returns what distinguishes requests that do not share what `adaptive` learns.
-
-    These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
-    """
-    return request.method.name, *sorted(request.settings.values.items()), *request.sampling.warping.values()

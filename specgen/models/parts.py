@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from specgen import demo, methods
+from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.files import kept_part
+from specgen.base.part_kinds import DEFAULT_PART, EXIT, MTP
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts.part import PartRunners
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
-from specgen.methods.method import MTP, Method
 
 _MODULES = {  # by kind: the one with `make_runners`
-    "exit": "own_layers",
+    EXIT: "own_layers",
     "medusa": "medusa",
     "eagle": "eagle",
     "glide": "glide",
     "block": "block",
     MTP: "eagle",
 }
-
-
-def name_in(values: Mapping[str, object]) -> str:
-    """Returns the value of the setting `exit` or `head` in `values`, which names a method's trained part: a path or `auto`.
-
-    Without either setting: `auto`.
-    """
-    return str(values.get("exit", values.get("head", methods.DEFAULT_HEAD)))
 
 
 class PartStore:
@@ -59,7 +50,7 @@ class PartStore:
         self._target, self._runner, self._penalties = target, runner, penalties
         self._found: dict[str, TrainedPart | SpecgenError | None] = {}  # by kind; an error says why it cannot be used
         self._opened: dict[Path, TrainedPart] = {}
-        self._runners: dict[TrainedPart, PartRunners] = {}
+        self._runners: dict[TrainedPart, Runners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
         """Makes the trained part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
@@ -82,13 +73,13 @@ class PartStore:
         found = self._default(kind)
         return found if isinstance(found, SpecgenError) else None
 
-    def load(self, kind: str, name: str = methods.DEFAULT_HEAD) -> TrainedPart | None:
+    def load(self, kind: str, name: str = DEFAULT_PART) -> TrainedPart | None:
         """Returns the trained part of this kind that `name` names, with its weights read and checked.
 
         `name` is a path, or `auto` for the default part. None if no default part was found, or if the one that was found cannot
         be used (see `refusal`). Raises SpecgenError if a part that the user named cannot be used or is of another kind.
         """
-        is_default = name == methods.DEFAULT_HEAD
+        is_default = name == DEFAULT_PART
         part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
         if part is None:
             return None
@@ -103,7 +94,7 @@ class PartStore:
             self._found[kind] = error
         return self.find(kind) if is_default else part
 
-    def has_predictor(self, name: str = methods.DEFAULT_EXIT) -> bool:
+    def has_predictor(self, name: str = DEFAULT_PART) -> bool:
         """Whether the exit layer `name` exists and has a predictor of whether a drafted token is accepted."""
         found = self.load("exit", name)
         return found is not None and found.has_predictor
@@ -112,41 +103,39 @@ class PartStore:
         """Returns a hash of the files of each default trained part (exit layer or head), by kind. Loads no weights."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
-    def runners(self, method: Method, name: str = methods.DEFAULT_HEAD) -> PartRunners:
-        """Returns the model runners of the target and of the trained part that `method` needs. `name` is the part's path, or
-        `auto`.
+    def runners(self, kind: str, name: str = DEFAULT_PART) -> Runners | None:
+        """Returns the model runners of the target and of the trained part of this kind. `name` is the part's path, or `auto`.
 
-        Raises SpecgenError if there is no such part.
+        None if there is no such part. Raises SpecgenError if there is one that cannot be used, or if the user named one of
+        another kind.
         """
-        part = self.load(method.needs, name)
+        part = self.load(kind, name)
         if part is None:
-            raise self._missing(method)
+            self._check_missing(kind)
+            return None
         if part not in self._runners:
             make = import_module(f"specgen.engine.parts.{_MODULES[part.kind]}").make_runners
             self._runners[part] = make(part.load(), self._target.model, self._runner, self._penalties)
             part.release()
         return self._runners[part]
 
-    def stand_in(self, method: Method) -> Method | None:
-        """Returns the method whose default part drafts in place of a draft model that is missing. Loads the part.
-
-        None if the method has no such, or if there is no part that can be run.
-        """
-        other = methods.find(method.stand_in) if method.stand_in else None
-        if other is None or self.find(other.needs) is None:
-            return None
+    def can_run(self, kind: str) -> bool:
+        """Whether the default part of this kind can be run. Loads it. `refusal` then has the error of one that cannot."""
+        if self.find(kind) is None:
+            return False
         try:
-            self.runners(other)
+            self.runners(kind)
         except SpecgenError as error:
-            self._found[other.needs] = error
-        return None if self.refusal(other.needs) else other
+            self._found[kind] = error
+        return self.refusal(kind) is None
 
-    def unused(self, method: Method) -> str | None:
-        """Returns a line for the user if `method` does not use the head named with --head. None if it does, or without --head."""
+    def unused(self, method: str, kind: str) -> str | None:
+        """Returns a line for the user if `method`, which drafts with heads of this `kind`, does not use the head named with
+        --head. None if it does, or without --head."""
         head = self._named_head
-        if head is None or method.head == head.kind:
+        if head is None or kind == head.kind:
             return None
-        return f"--head is not used by {method.name}: for {head.path} take -m {head.kind}"
+        return f"--head is not used by {method}: for {head.path} take -m {head.kind}"
 
     @property
     def _named_head(self) -> TrainedPart | None:
@@ -182,14 +171,15 @@ class PartStore:
                 self._found[kind] = error
         return self._found[kind]
 
-    def _missing(self, method: Method) -> SpecgenError:
-        """Returns the error to raise where there is no part of the kind that the method needs."""
-        if method.needs_exit_layer:
+    def _check_missing(self, kind: str) -> None:
+        """Raises SpecgenError if there is a reason why there is no part of this kind."""
+        if kind == EXIT:
             self._target.model.check_layers("early exit")
         elif self._named_head is not None:
-            return _wrong_kind(self._named_head, method.needs)
-        location = None if self._target.name.startswith("demo/") else self._target.name
-        return self.refusal(method.needs) or method.without_part(location)
+            raise _wrong_kind(self._named_head, kind)
+        refusal = self.refusal(kind)
+        if refusal is not None:
+            raise refusal
 
 
 def _wrong_kind(part: TrainedPart, kind: str) -> SpecgenError:

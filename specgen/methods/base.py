@@ -1,0 +1,394 @@
+"""What a decoding method is: its base classes, the request for a run, and how a run is put together. Imports no torch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from specgen import decoding
+from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import DEFAULT_PART, EXIT, HEADS, training_command
+from specgen.base.settings import Setting, Settings, Value, written
+from specgen.base.types import Context, SamplingParams
+from specgen.decoding.policy_base import LengthPolicy, Signals
+from specgen.methods.drafting_knowledge import COPYING, DraftingCase, DraftingKnowledge
+from specgen.methods.readiness import KnownModels, Readiness
+
+if TYPE_CHECKING:
+    from specgen.decoding.costs import RoundCosts
+    from specgen.decoding.drafting import Drafter, Setup
+    from specgen.decoding.parallel_costs import ParallelCosts
+    from specgen.decoding.run import Run, Schedule
+    from specgen.decoding.verification import Verifier
+    from specgen.engine.model_runner import Runners
+    from specgen.models.models import Models
+
+NOTHING, DRAFT_MODEL, SKIPPED_LAYERS = "nothing", "draft model", "skipped layers"
+WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
+ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
+RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
+
+Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in all combinations
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `specgen tune` needs to know of a method.
+
+    `drafts` names what drafts. If `recorded`, drafts are chains, and drafts of the same length take the same time for all methods
+    of the same `cost_kind` (`own_cost_kind`, or if this is empty `drafts`); otherwise rounds are timed for each shape of draft.
+    `grids` are the values that are tried; None: those that the policy's settings list (`Setting.tuned`). `shapes` are values that
+    are tried too, for drafts that are no chains. `is_yardstick`: the method is a reference for other methods' outputs and always
+    slower than plain decoding, so that `tune` and the default `compare` leave it out.
+    """
+
+    drafts: str = "none"
+    recorded: bool = False
+    own_cost_kind: str = ""
+    grids: Sequence[Grid] | None = None
+    shapes: Sequence[Grid] = ()
+    is_yardstick: bool = False
+
+    @property
+    def cost_kind(self) -> str:
+        return self.own_cost_kind or self.drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The checked arguments of a decoding run; see `Pair.request`.
+
+    `settings` are the method's; a value that has to be measured is still `auto`. `policy` is the class of the length policy that
+    they name, None if they name none. `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's
+    context has no room for them. `record`: each round also measures how close the target's and the draft's probabilities are at
+    each drafted token. `tuned_costs` are those of the profile that chose the method (see `Measurements.tuned_costs`), None if
+    none did. `own_seed` is the seed of the run's random numbers, where this is not to be that of `sampling`.
+
+    Raises SpecgenError if the method cannot decode with the settings and the sampling parameters.
+    """
+
+    method: Method
+    settings: Settings
+    policy: type[LengthPolicy] | None
+    sampling: SamplingParams
+    prompt_ids: list[int]
+    limit: int
+    record: bool = False
+    tuned_costs: Mapping[str, RoundCosts] | None = None
+    own_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self.method.check_request(self.settings, self.sampling)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing in the run may follow from measured times, from earlier runs or from chance.
+
+        The same request has to give the same tokens, and these depend on the drafts if they are drawn with a seed, and if the
+        method is lossy. In other runs a draft changes no token.
+        """
+        if self.sampling.greedy:
+            return not self.method.lossless
+        return self.sampling.seed is not None
+
+    @property
+    def typical_length(self) -> int:
+        return typical_length(len(self.prompt_ids), self.limit)
+
+    @property
+    def part_name(self) -> str:
+        """The value of the setting `exit` or `head`, which names a method's trained part: a path or `auto`."""
+        values = self.settings.values
+        return str(values.get("exit", values.get("head", DEFAULT_PART)))
+
+    def draw_seed(self) -> int:
+        """Returns the seed of a run: the one asked for; without one a random one, or 0 for a repeatable request."""
+        if self.own_seed is not None:
+            return self.own_seed
+        if self.sampling.seed is not None:
+            return self.sampling.seed
+        return 0 if self.is_repeatable else secrets.randbits(32)
+
+
+def typical_length(prompt_length: int, limit: int) -> int:
+    """Returns the context's length in tokens when half of the `limit` new ones are generated. A limit over `RESERVED` counts as
+    `RESERVED`."""
+    return prompt_length + min(limit, RESERVED) // 2
+
+
+class Method:
+    """A decoding method. There is one instance of each, in `methods.METHODS`; it has no state.
+
+    `name` is what users write, `paper` names the source. `needs` is what the method drafts with: `NOTHING`, `DRAFT_MODEL`,
+    `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of `HEADS`. `settings` are the method's own, besides its length
+    policy's. `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. If `any_policy`, users
+    may choose another one with `policy=NAME`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance
+    predictor. `signals` are the numbers about a drafted token that the drafter computes for policies. `defaults` maps the name of
+    a length policy to the default values of settings that differ with this policy. `lossless`: the output is the target's own.
+
+    `drafts_without_model`: it also drafts where there is no draft model. `is_parallel`: drafts are made during the target's
+    passes. `grows_trees`: all drafts may be trees. `decodes_greedily`: it cannot sample. `alias_of`: the name of the method that
+    this one, with other defaults, is an older name of. `unmeasured` are settings with which nothing has to be measured or
+    searched before a run.
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    needs: ClassVar[str] = NOTHING
+    settings: ClassVar[Mapping[str, Setting]] = {}
+    policy: ClassVar[str | None] = None
+    any_policy: ClassVar[bool] = False
+    policy_without_predictor: ClassVar[str | None] = None
+    signals: ClassVar[Signals] = frozenset()
+    defaults: ClassVar[Mapping[str, Mapping[str, Value]]] = {}
+    lossless: ClassVar[bool] = True
+    drafts_without_model: ClassVar[bool] = False
+    is_parallel: ClassVar[bool] = False
+    grows_trees: ClassVar[bool] = False
+    decodes_greedily: ClassVar[bool] = False
+    alias_of: ClassVar[str] = ""
+    unmeasured: ClassVar[Mapping[str, Value]] = {}
+    tuning: ClassVar[Tuning] = Tuning()
+
+    def start(self, models: Models, request: Request) -> Run:
+        """Returns a run of the request, ready to decode. Measures or searches the values of settings that are `auto`.
+
+        Raises SpecgenError, with the way out, if what drafts is missing or cannot be used.
+        """
+        raise NotImplementedError
+
+    def check(self, models: KnownModels) -> Readiness:
+        """Returns whether the method can run with these models, as far as their files show."""
+        return Readiness(True, "needs no draft model")
+
+    def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
+        """Raises SpecgenError if the method cannot decode with these settings and sampling parameters."""
+        if self.decodes_greedily and not sampling.greedy:
+            hint = "Take --temperature 0, or -m mtad"
+            raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
+
+    @property
+    def uses_draft_model(self) -> bool:
+        return self.needs == DRAFT_MODEL
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.uses_draft_model and not self.drafts_without_model
+
+    @property
+    def needs_exit_layer(self) -> bool:
+        return self.needs == EXIT
+
+    @property
+    def head(self) -> str:
+        """The kind of trained head that the method needs, one of `HEADS`; empty if it needs none."""
+        return self.needs if self.needs in HEADS else ""
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a model, or a part of the target, drafts."""
+        return self.needs != NOTHING
+
+    def may_measure(self, settings: Settings) -> bool:
+        """Whether something may have to be measured before decoding with these settings: pass times, or which layers to skip."""
+        return bool(self.unmeasured) or settings.policy == ADAPTIVE
+
+    def drafts_trees(self, settings: Settings) -> bool:
+        """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually drafts trees drafts a chain
+        (Medusa)."""
+        has_nodes = settings.values.get("nodes") != 0
+        return (self.grows_trees and has_nodes) or settings.drafts_tree or bool(settings.values.get("cape"))
+
+    @property
+    def k_alone(self) -> bool:
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the method's own, `adaptive`, has no
+        `k`."""
+        return self.any_policy and self.policy == ADAPTIVE
+
+    def without_part(self, target: str | None) -> SpecgenError:
+        """Returns the error to raise if what the method drafts with is missing.
+
+        The hint names the command that trains it for the model `target`; None is the bundled target, whose training text is
+        included.
+        """
+        raise NotImplementedError
+
+    def without_predictor(self) -> SpecgenError:
+        """Returns the error to raise if the length policy needs a predictor of acceptance, and the drafter has none."""
+        problem = f"{self.name} with policy=cali-ts needs a head with a predictor of acceptance, and this head has none"
+        return SpecgenError(problem, "Use policy=beta-ts, set model_prediction=false, or take a head such as DSpark's")
+
+
+class DraftModelMethod(Method):
+    """Base of the methods that draft with a draft model."""
+
+    needs = DRAFT_MODEL
+
+    def setup(self, models: Models, request: Request) -> Setup:
+        """Returns the setup of a run with both models. Raises SpecgenError if there is no draft model that can be used."""
+        self.check_draft(models, request.settings)
+        runners = models.with_draft_model()
+        if runners is None:
+            raise self.without_part(None)
+        return make_setup(models, request, runners)
+
+    def check_draft(self, models: Models, settings: Settings) -> None:
+        """Raises SpecgenError if the draft model's tokens have to be translated, and cannot be."""
+        if models.draft is not None and models.draft.refusal is not None and not settings.drafts_text:
+            raise models.draft.refusal
+
+    def check(self, models: KnownModels) -> Readiness:
+        if models.draft is None:
+            return Readiness(False, "no draft model", "name one with --draft")
+        if models.draft_refusal is not None:
+            return Readiness(False, "the tokenizers differ", "take a draft of the target's family")
+        return Readiness(True)
+
+    def without_part(self, target: str | None) -> SpecgenError:
+        return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+
+
+class PartMethod(Method):
+    """Base of the methods that draft with a trained part of the target: an exit layer or a head."""
+
+    def setup(self, models: Models, request: Request) -> Setup:
+        """Returns the setup of a run with the part. Raises SpecgenError if there is none that can be used."""
+        runners = models.with_part(self.needs, request.part_name)
+        if runners is None:
+            name = models.target.name
+            raise self.without_part(None if name.startswith("demo/") else name)
+        return make_setup(models, request, runners)
+
+    def check(self, models: KnownModels) -> Readiness:
+        if models.unlike_llama is not None:
+            return unlike_llama(models.unlike_llama)
+        return models.missing_parts.get(self.needs, Readiness(True, "needs no draft model"))
+
+    def without_part(self, target: str | None) -> SpecgenError:
+        return SpecgenError(
+            f"{self.name} needs a head trained for the target, and there is none",
+            f"Train one with {training_command(self.needs, target)}, or name one with --head FOLDER",
+        )
+
+
+def unlike_llama(family: str) -> Readiness:
+    """Returns that a method cannot run because the layers of the target's family cannot be run one by one."""
+    return Readiness(False, f"needs a model built as Llama is, and {family} is not", "take a draft model, or lookup")
+
+
+def make_setup(models: Models, request: Request, runners: Runners) -> Setup:
+    """Returns what a run's drafter and verifier are made from. Makes the KV caches large enough, and draws the seed."""
+    capacity = models.capacity(len(request.prompt_ids) + min(request.limit, RESERVED))
+    runners.reserve(capacity)
+    return decoding.Setup(
+        runners.draft,
+        request.sampling,
+        eos_ids=models.eos_ids(request.sampling),
+        vocab_size=runners.target.vocab_size,
+        seed=request.draw_seed(),
+        target=runners.target,
+        record=request.record,
+        acceptance_predictor=runners.predictor,
+        capacity=capacity,
+    )
+
+
+def make_policy(models: Models, request: Request, setup: Setup, parallel_costs: ParallelCosts | None = None) -> LengthPolicy:
+    """Makes the length policy that the request names; if it names none, a policy that never ends a draft.
+
+    `parallel_costs` are the pass times of PEARL, None for other methods and where they were not measured. Raises SpecgenError if
+    the policy needs a predictor of acceptance, and there is none.
+    """
+    policy = request.policy
+    if policy is None:
+        return LengthPolicy()
+    construct: Callable[..., LengthPolicy] = policy
+    values: dict[str, Any] = {name: request.settings.values[name] for name in policy.settings}
+    if "predicted_acceptance" in policy.signals_with(request.settings.values) and setup.acceptance_predictor is None:
+        raise request.method.without_predictor()
+    if policy.reads_costs:
+        values["inputs"] = models.kept(DraftingKnowledge).inputs(drafting_case(models, request, setup), parallel_costs)
+    elif policy.random:
+        values["seed"] = decoding.derive_seed(setup.seed, "policy")
+    return construct(**values)
+
+
+def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCase:
+    """Returns what the costs of the run's drafts depend on, apart from the machine."""
+    method = request.method
+    has_model = method.is_parallel or setup.draft is not None
+    in_blocks = getattr(setup.draft, "drafts_blocks", False)
+    if method.is_parallel:
+        in_blocks = models.draft is not None and models.draft.drafts_blocks
+    return DraftingCase(
+        method=method.name,
+        settings=request.settings,
+        sampling=request.sampling,
+        context_length=request.typical_length,
+        cost_kind=method.tuning.cost_kind if has_model else COPYING,
+        is_frozen=request.is_repeatable,
+        in_parallel=method.is_parallel,
+        has_model=has_model,
+        runs_draft_model=method.uses_draft_model,
+        in_blocks=in_blocks,
+        drafts_trees=method.drafts_trees(request.settings),
+        tuned_costs=request.tuned_costs,
+    )
+
+
+def make_run(
+    models: Models,
+    request: Request,
+    setup: Setup,
+    drafter: Drafter,
+    *,
+    policy: LengthPolicy | None = None,
+    verifier: Verifier | None = None,
+    schedule: Schedule | None = None,
+    settings: Settings | None = None,
+    costs: ParallelCosts | None = None,
+) -> Run:
+    """Puts a run together. What is None is what most methods share: the request's policy, a lossless verifier, the schedule
+    `sequential`, and the request's settings. For `costs` see `Run`.
+
+    Raises SpecgenError as `make_policy`.
+    """
+    assert setup.target is not None
+    if verifier is None:
+        verifier = decoding.GreedyVerifier()
+        if not request.sampling.greedy:
+            verifier = decoding.RejectionSampling(*setup.for_verifier)
+    sampling = request.sampling
+    return decoding.Run(
+        context=Context(request.prompt_ids),
+        target=setup.target,
+        drafter=drafter,
+        policy=make_policy(models, request, setup) if policy is None else policy,
+        verifier=verifier,
+        schedule=models.checked(decoding.sequential) if schedule is None else schedule,
+        limit=request.limit,
+        eos_ids=setup.eos_ids,
+        stop_texts=decoding.StopTexts.of(sampling.stop, models.tokenizer, request.prompt_ids),
+        clock=decoding.Clock.of_device(models.target.device),
+        settings=request.settings if settings is None else settings,
+        seed=setup.seed,
+        costs=costs,
+        lock=models.lock,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A method with settings. `given` are those that the user wrote, `settings` are all, with defaults and the length policy.
+
+    As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
+    """
+
+    method: Method
+    given: Mapping[str, Value]
+    settings: Settings
+
+    def __str__(self) -> str:
+        return written(self.method.name, self.given)

@@ -1,0 +1,42 @@
+"""Block drafters: a head of some layers drafts a block of tokens in one pass (DFlash, DSpark). Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from specgen import decoding
+from specgen.base.settings import Setting
+from specgen.decoding.policy_base import MODEL_SIGNALS
+from specgen.methods.base import PartMethod, Tuning, make_run
+from specgen.methods.model_drafts import ADAPTIVE_GRID, HEAD, SVIP_GRID
+
+if TYPE_CHECKING:
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
+
+
+_WIDTH = 4  # candidates after each node of a tree whose rows depend on the token before
+
+
+class Block(PartMethod):
+    name = "block"
+    paper = "DFlash, DSpark, 2026"
+    needs = "block"
+    policy = "fixed"
+    any_policy = True
+    signals = MODEL_SIGNALS
+    settings: ClassVar = {"nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024), **HEAD}
+    defaults: ClassVar = {"fixed": {"k": 7}}
+    tuning = Tuning("block", grids=({"k": (2, 3, 4, 5, 7)}, {"nodes": (8, 24), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID))
+
+    def start(self, models: Models, request: Request) -> Run:
+        """Returns a run that drafts a chain; with `nodes`, a tree of the likeliest paths, or of continuations where a row depends
+        on the token before."""
+        setup = self.setup(models, request)
+        nodes = int(request.settings.values["nodes"])
+        if nodes == 0:
+            return make_run(models, request, setup, decoding.ModelDrafter(setup))
+        if getattr(setup.draft, "independent", False):
+            return make_run(models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes))
+        return make_run(models, request, setup, decoding.TopKTreeDrafter(setup, width=_WIDTH, nodes=nodes))

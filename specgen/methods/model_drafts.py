@@ -1,0 +1,62 @@
+"""The drafter that runs a model, for chains and trees, and its settings. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from specgen import decoding
+from specgen.base.part_kinds import DEFAULT_PART
+from specgen.base.settings import Setting, Settings
+from specgen.decoding.policy_base import DRAFT_SIGNALS
+from specgen.methods.base import ADAPTIVE, DraftModelMethod, Grid, Tuning, make_run
+
+if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter, Setup
+    from specgen.decoding.run import Run
+    from specgen.methods.base import Request
+    from specgen.models.models import Models
+
+CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
+CAPE_GRID: Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
+HEAD = {"head": Setting(DEFAULT_PART, "the head's folder; auto: --head, or the one found for the target")}
+ADAPTIVE_GRID: Grid = {"policy": (ADAPTIVE,)}
+SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
+
+
+def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
+    """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number of levels to the length
+    policy."""
+    levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
+    return {
+        "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
+        "depth": Setting(depth, levels, 1, 64, None if isinstance(depth, int) else "auto"),
+        "nodes": Setting(nodes, "keep this many of all candidates, as EAGLE-2; auto: the width at each level", 1, 1024, "auto"),
+    }
+
+
+def model_drafter(setup: Setup, settings: Settings) -> Drafter:
+    """Makes a drafter that runs a model: token by token, or level by level if the settings ask for a tree."""
+    depth = _number(settings, "depth")
+    nodes = _number(settings, "nodes")
+    if settings.drafts_tree and nodes is not None and getattr(setup.draft, "independent", False):  # PARD
+        return decoding.MarginalTreeDrafter(setup, nodes=nodes, depth=depth)
+    if settings.drafts_tree:
+        return decoding.TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=depth, nodes=nodes)
+    return decoding.ModelDrafter(setup, depth=depth, cape=bool(settings.values.get("cape")))
+
+
+def _number(settings: Settings, name: str) -> int | None:
+    """Returns the value of a setting; None if it is `auto`, or if there is no such setting."""
+    value = settings.values.get(name, "auto")
+    return None if value == "auto" else int(value)
+
+
+class ChainMethod(DraftModelMethod):
+    """A draft model drafts, until the length policy ends the draft; the target verifies."""
+
+    signals = DRAFT_SIGNALS
+    tuning: ClassVar[Tuning] = Tuning("model", recorded=True)
+
+    def start(self, models: Models, request: Request) -> Run:
+        setup = self.setup(models, request)
+        return make_run(models, request, setup, model_drafter(setup, request.settings))

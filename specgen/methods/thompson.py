@@ -1,0 +1,155 @@
+"""EESD's length policies: Thompson sampling of the acceptance rate (EESD, section 3.3). Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import ClassVar
+
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting
+from specgen.decoding.policy_base import DraftedToken, LengthPolicy, longest_draft_setting
+from specgen.methods.model_drafts import ChainMethod
+
+
+class ThompsonSampling(LengthPolicy):
+    """Base of policies that sample an acceptance probability theta, and then draft another token with probability theta."""
+
+    random = True
+
+    def __init__(self, max_draft: int, seed: int) -> None:
+        self.max_draft = max_draft
+        self._rng = random.Random(seed)
+
+    def _continue_with(self, theta: float, token: DraftedToken) -> bool:
+        if self._rng.random() >= theta:
+            self.reason = f"bandit θ {theta:.2f}"
+            return False
+        return self._below(self.max_draft, token)
+
+
+class BetaTS(ThompsonSampling):
+    """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2, corrected).
+
+    The update counts the tokens up to the first rejected one: `accepted` successes in `min(accepted + 1, drafted)` trials. The
+    paper's printed update does not converge for an acceptance rate below 1.
+    """
+
+    name = "beta-ts"
+    source = "EESD, Algorithm 2 (corrected)"
+    settings: ClassVar = {
+        "alpha": Setting(1.0, "prior successes", 1e-3, 1e6, tuned=(1.0, 2.0, 5.0, 10.0)),
+        "beta": Setting(1.0, "prior failures", 1e-3, 1e6, tuned=(0.5, 1.0, 2.0, 5.0)),
+        "max_draft": longest_draft_setting(40, 6, 12, 40),
+    }
+
+    def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
+        super().__init__(max_draft, seed)
+        self.alpha, self.beta = alpha, beta
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        return self._continue_with(self._rng.betavariate(self.alpha, self.beta), token)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.alpha += accepted
+        self.beta += min(accepted + 1, drafted) - accepted
+
+    def state(self) -> Mapping[str, float]:
+        return {"alpha": self.alpha, "beta": self.beta}
+
+
+class CaliTS(ThompsonSampling):
+    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
+
+    mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and theta_hat, the share of verified
+    tokens accepted so far. The prior acceptance rate `theta0` counts as one verified token, of which this share was accepted. The
+    paper's printed update forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction` switch
+    theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
+    """
+
+    name = "cali-ts"
+    source = "EESD, Algorithm 3 (corrected)"
+    optional_signals: ClassVar = {"model_prediction": frozenset({"predicted_acceptance"})}
+    settings: ClassVar = {
+        "sigma_model": Setting(0.3, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.3, 0.5)),
+        "sigma_sample": Setting(3.0, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(1.0, 3.0)),
+        "theta0": Setting(0.7, "prior acceptance rate", 0, 1, tuned=(0.5, 0.7, 0.9)),
+        "model_prediction": Setting(True, "use the predictor's score of each token"),
+        "sampling_prediction": Setting(True, "use the acceptance rate so far"),
+        "max_draft": longest_draft_setting(40, 3, 5, 8, 40),
+    }
+
+    def __init__(
+        self,
+        sigma_model: float,
+        sigma_sample: float,
+        theta0: float,
+        model_prediction: bool,
+        sampling_prediction: bool,
+        max_draft: int,
+        seed: int,
+    ) -> None:
+        if not model_prediction and not sampling_prediction:
+            raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
+        super().__init__(max_draft, seed)
+        self.model_prediction = model_prediction
+        self.sampling_prediction = sampling_prediction
+        self.signals = self.signals_with({"model_prediction": model_prediction})
+        self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
+        self._rounds = 0
+        self._accepted, self._judged = theta0, 1.0
+        self.predictions: list[float] = []  # theta_M of each token of the draft so far
+        self._mean_score: float | None = None  # of the last draft
+
+    @property
+    def theta_hat(self) -> float:
+        return self._accepted / self._judged
+
+    def posterior(self, score: float | None) -> tuple[float, float]:
+        """Computes mean and variance of theta from `score`, the predictor's theta_M for a token, and the drafts verified so far.
+
+        `score` is None if `model_prediction` is off.
+        """
+        rounds, model, sample = self._rounds, self._model_variance, self._sample_variance
+        if not self.model_prediction or score is None:
+            return self.theta_hat, sample / max(rounds, 1)
+        if not self.sampling_prediction:
+            return score, model
+        weight = sample + rounds * model
+        return (sample * score + rounds * model * self.theta_hat) / weight, model * sample / weight
+
+    def keep_drafting(self, token: DraftedToken) -> bool:
+        score = None
+        if self.model_prediction:
+            score = token["predicted_acceptance"]
+            self.predictions.append(score)
+        mean, variance = self.posterior(score)
+        return self._continue_with(min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0), token)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._rounds += 1
+            self._accepted += accepted
+            self._judged += min(accepted + 1, drafted)
+        if self.predictions:
+            self._mean_score = sum(self.predictions) / len(self.predictions)
+            self.predictions.clear()
+
+    def state(self) -> Mapping[str, float]:
+        """theta_hat and the number of verified drafts (`rounds`), and the mean and standard deviation of theta.
+
+        The last two are computed for the mean theta_M of the last draft. If `model_prediction` is on, they are missing before the
+        first draft.
+        """
+        learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
+        if self.model_prediction and self._mean_score is None:
+            return learned
+        mean, variance = self.posterior(self._mean_score)
+        return learned | {"mean": mean, "deviation": math.sqrt(variance)}
+
+
+class BetaTSMethod(ChainMethod):
+    name = "beta-ts"
+    paper = "EESD, Table 5"
+    policy = "beta-ts"
