@@ -1,8 +1,7 @@
-"""Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened.
+"""Speculative decoding on your own models: faster tokens, the target's own output, and a view of
+what happened.
 
-import specgen
-pair = specgen.load()
-print(pair.generate("def fibonacci(n):").text)
+import specgen pair = specgen.load() print(pair.generate("def fibonacci(n):").text)
 """
 
 from __future__ import annotations
@@ -20,14 +19,29 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.pair.prompts import Result
 
-__all__ = ["METHODS", "Pair", "Result", "Round", "SamplingParams", "SpecgenError", "__version__", "load"]
+__all__ = [
+    "METHODS",
+    "Pair",
+    "Result",
+    "Round",
+    "SamplingParams",
+    "SpecgenError",
+    "__version__",
+    "load",
+]
 
 
-_LATER = {"load": "pair.loading", "Pair": "pair.pair", "Result": "pair.prompts", "METHODS": "methods"}
+_LATER = {
+    "load": "pair.loading",
+    "Pair": "pair.pair",
+    "Result": "pair.prompts",
+    "METHODS": "methods",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names in `_LATER` at their first use, because their modules, some with torch, take long to import."""
+    """Imports the names in `_LATER` at their first use, because their modules, some with torch,
+    take long to import."""
     if name in _LATER:
         return getattr(import_module(f"specgen.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,8 @@ import sys
 
 
 def start() -> None:
-    """Runs the command. Ctrl-C while it is imported ends it without a traceback, as Ctrl-C later does."""
+    """Runs the command. Ctrl-C while it is imported ends it without a traceback, as Ctrl-C later
+    does."""
     try:
         from specgen.cli.app import program
     except KeyboardInterrupt:

@@ -12,9 +12,11 @@ import pytest
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars"""
-DARK, LIGHT = "rgb(20, 22, 26)", "rgb(251, 250, 247)"
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
+--disable-background-networking --disable-component-update --disable-sync
+--disable-dev-shm-usage --hide-scrollbars"""
+DARK = "rgb(20, 22, 26)"
+LIGHT = "rgb(251, 250, 247)"
 
 
 class Browser:
@@ -29,11 +31,14 @@ class Browser:
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-        self.driver.get("about:blank")  # ends the requests of Chromium's start page, so that no test sees them
+        # ends the requests of Chromium's start page, so that no test sees them
+        self.driver.get("about:blank")
 
     def open(self, page: Path, *, width: int = 1100, dark: bool = False) -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": features})
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"media": "", "features": features}
+        )
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.get_log("performance")
@@ -41,8 +46,14 @@ class Browser:
         self.driver.get(page.as_uri())
 
     def requests(self) -> list[str]:
-        messages = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
-        return [entry["params"]["request"]["url"] for entry in messages if entry["method"] == "Network.requestWillBeSent"]
+        messages = (
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        )
+        return [
+            entry["params"]["request"]["url"]
+            for entry in messages
+            if entry["method"] == "Network.requestWillBeSent"
+        ]
 
     def find(self, selector: str) -> list[Any]:
         found: list[Any] = self.driver.find_elements("css selector", selector)
@@ -50,12 +61,18 @@ class Browser:
 
     def texts(self, selector: str) -> list[str]:
         """The text content of all matching elements, in one call."""
-        script = "return [...document.querySelectorAll(arguments[0])].map(element => element.textContent)"
+        script = (
+            "return [...document.querySelectorAll(arguments[0])].map(element => "
+            "element.textContent)"
+        )
         found: list[str] = self.driver.execute_script(script, selector)
         return found
 
     def css(self, selector: str, name: str, pseudo: str = "") -> str:
-        script = "return getComputedStyle(document.querySelector(arguments[0]), arguments[2] || null)[arguments[1]]"
+        script = (
+            "return getComputedStyle(document.querySelector(arguments[0]), "
+            "arguments[2] || null)[arguments[1]]"
+        )
         return str(self.driver.execute_script(script, selector, name, pseudo))
 
     def point_at(self, element: Any) -> None:
@@ -66,7 +83,9 @@ class Browser:
 
     def overflow(self) -> int:
         """How many pixels the page is wider than its window."""
-        return int(self.driver.execute_script("return document.documentElement.scrollWidth - innerWidth"))
+        return int(
+            self.driver.execute_script("return document.documentElement.scrollWidth - innerWidth")
+        )
 
 
 @pytest.fixture(scope="session")

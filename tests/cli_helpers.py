@@ -1,4 +1,5 @@
-"""What tests of the command line share: running `specgen` in this process or in a new one, and reading its JSON lines."""
+"""What tests of the command line share: running `specgen` in this process or in a new one, and
+reading its JSON lines."""
 
 from __future__ import annotations
 
@@ -14,16 +15,23 @@ import pytest
 
 from specgen.cli.app import main
 
-POSIX = pytest.mark.skipif(sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX")
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+POSIX = pytest.mark.skipif(
+    sys.platform == "win32", reason="needs signals, pseudo-terminals and pipes of POSIX"
+)
+FULL = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="needs a device that is always full"
+)
 
 # characters that would change the terminal, reorder text or hide in it
-UNSAFE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]")
+UNSAFE = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\U000e0000-\U000e007f]"
+)
 # the keys of a summary's line, as documented
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second "
     "decode_tokens_per_second prompt_tokens_per_second rounds target_passes "
-    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency mean_accepted_run perplexity joules_per_token "
+    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency "
+    "mean_accepted_run perplexity joules_per_token "
     "gross_joules_per_token ties "
     "energy phase_seconds"
 )
@@ -36,7 +44,9 @@ def parsed(text: str) -> Lines:
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run_main(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     """Run `specgen` in this process: its exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "argv", ["specgen", *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -48,8 +58,15 @@ def run_main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
 def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     """Start `specgen` in a new process, with pipes."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **options.pop("environment", {})}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen([sys.executable, "-m", "specgen", *arguments], env=environment, **streams)
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        **options,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "specgen", *arguments], env=environment, **streams
+    )
 
 
 def run(*arguments: str, **options: Any) -> tuple[int, bytes, bytes]:

@@ -1,4 +1,5 @@
-"""Runs comparisons on a tiny pair and reads their traces. Also makes the results of comparisons from given figures."""
+"""Runs comparisons on a tiny pair and reads their traces. Also makes the results of comparisons
+from given figures."""
 
 from __future__ import annotations
 
@@ -31,17 +32,35 @@ Compare = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
-    entries = [{"prompt": text, "category": category} for text, category in zip(PROMPTS, CATEGORIES, strict=True)]
+    entries = [
+        {"prompt": text, "category": category}
+        for text, category in zip(PROMPTS, CATEGORIES, strict=True)
+    ]
     path.write_text("\n".join(map(json.dumps, entries)))
     return str(path)
 
 
 @pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...], prompts: str) -> Compare:
+def compare(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    pair: tuple[str, ...],
+    prompts: str,
+) -> Compare:
     """Run `specgen compare` on the tiny pair in this process: its exit code, stdout and stderr."""
 
     def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[int, str, str]:
-        return run_main(monkeypatch, capfd, "compare", *models, "--device", "cpu", "--prompts", prompts, *arguments)
+        return run_main(
+            monkeypatch,
+            capfd,
+            "compare",
+            *models,
+            "--device",
+            "cpu",
+            "--prompts",
+            prompts,
+            *arguments,
+        )
 
     return call
 
@@ -60,11 +79,20 @@ def runs_of(trace: Path) -> dict[str, dict[int, Lines]]:
             run["rounds"].append(line)
         else:
             start = run["start"]
-            runs.setdefault(start["spec"], {}).setdefault(start["prompt_index"], []).append({**line, **run})
+            runs.setdefault(start["spec"], {}).setdefault(start["prompt_index"], []).append(
+                {**line, **run}
+            )
     return runs
 
 
-PHASE_SHARES = {"prefill": 0.1, "draft": 0.17, "policy": 0.03, "verify": 0.6, "sample": 0.05, "other": 0.05}
+PHASE_SHARES = {
+    "prefill": 0.1,
+    "draft": 0.17,
+    "policy": 0.03,
+    "verify": 0.6,
+    "sample": 0.05,
+    "other": 0.05,
+}
 
 
 class Wild(MTAD):
@@ -93,10 +121,13 @@ def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run
 
 
 def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
-    """The results of a comparison with these runs of each method, one per prompt; there are at least three prompts."""
+    """The results of a comparison with these runs of each method, one per prompt; there are at
+    least three prompts."""
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
     count = max(3, *map(len, methods.values()))
-    prompts = [Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(count)]
+    prompts = [
+        Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(count)
+    ]
     results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
     for spec, runs in zip(specs, methods.values(), strict=True):
         for index, measured in enumerate(runs):
@@ -105,7 +136,8 @@ def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
 
 
 def usual() -> Results:
-    """Results on three prompts, with a tie, a lossy method, a method without times by phase, and a method that failed."""
+    """Results on three prompts, with a tie, a lossy method, a method without times by phase, and a
+    method that failed."""
     results = results_of(
         {
             "ar": [run(2.0), run(2.2), run(2.1)],
@@ -116,7 +148,9 @@ def usual() -> Results:
             "sd:k=8": [],
         }
     )
-    results.failures["sd:k=8"] = SpecgenError("sd needs a thing that is not there", "Make one: specgen tune --train")
+    results.failures["sd:k=8"] = SpecgenError(
+        "sd needs a thing that is not there", "Make one: specgen tune --train"
+    )
     results.differences["svip", 1, 0] = Difference(1, 0, 57, 4, 5, 0.0004, 1e-3)
     return results
 
@@ -130,7 +164,8 @@ def shown(results: Results, width: int, **options: bool) -> list[str]:
 
 
 def comparison() -> Report:
-    """The report of the comparison `usual`, with predictions, categories, phases, a note, and hostile text in a prompt."""
+    """The report of the comparison `usual`, with predictions, categories, phases, a note, and
+    hostile text in a prompt."""
     results = usual()
     first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
     results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
@@ -138,5 +173,8 @@ def comparison() -> Report:
     results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})
     report = report_of(results, by_category=True, phases=True)
     predicted = {"svip": {"eq14": 1.25, "pass_costs": 1.5}}
-    made = [replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION)) for each in report.made]
+    made = [
+        replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION))
+        for each in report.made
+    ]
     return replace(report, made=made, notes="A note.")

@@ -10,24 +10,31 @@ from importlib import import_module
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("COLUMNS", None)  # xdist sets it in its processes
-os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")  # what is measured here is no use to the user
-os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")  # nor is what the user tuned any to them
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, too: threads of several wait for one another
+# what is measured here is no use to the user
+os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")
+# nor is what the user tuned any to them
+os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")
+# for the processes that tests start, too: threads of several wait for one another
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts in the background has it, and all that this starts
+# as what a shell starts in the background has it, and all that this starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the imported modules' objects from garbage collection, which would take a third of a second each time for them."""
+    """Exclude the imported modules' objects from garbage collection, which would take a third of a
+    second each time for them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs none, and so imports no torch."""
+    """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs
+    none, and so imports no torch."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
-        import_module("specgen.engine.transformers.quiet")  # else torchao, which they import, prints lines
+        # else torchao, which they import, prints lines
+        import_module("specgen.engine.transformers.quiet")
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")

@@ -1,4 +1,5 @@
-"""Exact output distributions of whole runs: all outcomes of all random choices are enumerated, each with its probability."""
+"""Exact output distributions of whole runs: all outcomes of all random choices are enumerated, each
+with its probability."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ Choice = list[tuple[Any, float]]  # the outcomes that are not enumerated yet, th
 
 
 class SmallRunner(TableRunner):
-    """A `TableRunner` with a vocabulary of `size` tokens. `zero` gives one token in each row the probability 0, as top-k
-    would."""
+    """A `TableRunner` with a vocabulary of `size` tokens. `zero` gives one token in each row the
+    probability 0, as top-k would."""
 
     def __init__(self, seed: int, size: int = 3, *, zero: bool = False, scale: float = 1.5) -> None:
         self.vocab_size = self.num_embeddings = size
@@ -47,8 +48,8 @@ class SmallRunner(TableRunner):
 class State(NamedTuple):
     """What the future of a run depends on after a round: two runs with equal states continue alike.
 
-    `tokens` are committed, `pending` are drafted and not verified yet. `policy` is the length policy's state, `drafter` what the
-    drafter has learned.
+    `tokens` are committed, `pending` are drafted and not verified yet. `policy` is the length
+    policy's state, `drafter` what the drafter has learned.
     """
 
     tokens: tuple[int, ...]
@@ -68,7 +69,9 @@ class Paths:
         self._choices: list[Choice] = []
         self._position = 0
         self.weight = 1.0
-        monkeypatch.setattr(torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size))
+        monkeypatch.setattr(
+            torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size)
+        )
         monkeypatch.setattr(token_sampling, "draw", self._draw)
 
     def all(self, run: Callable[[], Any]) -> dict[Any, float]:
@@ -79,13 +82,15 @@ class Paths:
         return dict(found)
 
     def of_rounds(self, begin: Callable[[], Iterator[State]]) -> Distribution:
-        """The probability of each output of a run with random choices. `begin` starts the run anew, and yields its state after
-        every round.
+        """The probability of each output of a run with random choices. `begin` starts the run anew,
+        and yields its state after every round.
 
-        Paths that lead to equal states are merged: later rounds are enumerated only once for each state.
+        Paths that lead to equal states are merged: later rounds are enumerated only once for each
+        state.
         """
         found: Distribution = defaultdict(float)
-        unfinished: dict[State | None, tuple[float, list[Any]]] = {None: (1.0, [])}  # probability and outcomes that lead there
+        # probability and outcomes that lead there
+        unfinished: dict[State | None, tuple[float, list[Any]]] = {None: (1.0, [])}
         rounds = 0
         while unfinished:
             rounds += 1
@@ -109,8 +114,8 @@ class Paths:
         return dict(found)
 
     def choose(self, outcomes: Outcomes) -> Any:
-        """The outcome of the next random choice on the current path. `outcomes` returns (outcome, probability) pairs; outcomes
-        with probability 0 are left out."""
+        """The outcome of the next random choice on the current path. `outcomes` returns (outcome,
+        probability) pairs; outcomes with probability 0 are left out."""
         if self._position == len(self._choices):
             self._choices.append([(value, weight) for value, weight in outcomes() if weight > 0])
         value, weight = self._choices[self._position][-1]
@@ -118,16 +123,22 @@ class Paths:
         self.weight *= weight
         return value
 
-    def _enumerate(self, run: Callable[[], Any], beginning: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """Yields the result of each path that begins with the outcomes `beginning`, and all outcomes on the path.
+    def _enumerate(
+        self, run: Callable[[], Any], beginning: Sequence[Any]
+    ) -> Iterator[tuple[Any, list[Any]]]:
+        """Yields the result of each path that begins with the outcomes `beginning`, and all
+        outcomes on the path.
 
         While a path is yielded, `weight` is its probability given its beginning.
         """
         self._choices = [[(value, 1.0)] for value in beginning]
         while True:
-            self._position, self.weight = 0, 1.0
+            self._position = 0
+            self.weight = 1.0
             result = run()
-            assert self._position == len(self._choices), "the run is not determined by its random choices"
+            assert self._position == len(self._choices), (
+                "the run is not determined by its random choices"
+            )
             yield result, [choice[-1][0] for choice in self._choices]
             while len(self._choices) > len(beginning) and len(self._choices[-1]) == 1:
                 self._choices.pop()
@@ -135,7 +146,9 @@ class Paths:
                 return
             self._choices[-1].pop()
 
-    def _draw(self, probs: torch.Tensor, _: object, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def _draw(
+        self, probs: torch.Tensor, _: object, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         rows = (probs / probs.sum(-1, keepdim=True)).reshape(-1, probs.shape[-1]).tolist()
 
         def outcomes() -> Iterator[tuple[Any, float]]:
@@ -150,10 +163,12 @@ class Paths:
 
 
 class Uniforms:
-    """Uniform random numbers between 0 and 1 for comparisons `uniforms * scale < bound`, whose outcomes are enumerated.
+    """Uniform random numbers between 0 and 1 for comparisons `uniforms * scale < bound`, whose
+    outcomes are enumerated.
 
-    Of each number only the interval is known in which earlier comparisons have placed it. So one number that is compared several
-    times (broadcast, or used again) gives dependent outcomes, as it should.
+    Of each number only the interval is known in which earlier comparisons have placed it. So one
+    number that is compared several times (broadcast, or used again) gives dependent outcomes, as it
+    should.
     """
 
     def __init__(self, paths: Paths, shape: Sequence[int] | int) -> None:
@@ -179,7 +194,9 @@ class Uniforms:
         assert not thresholds.isnan().any()
         flips = [
             self._is_below(number, threshold)
-            for number, threshold in zip(numbers.flatten().tolist(), thresholds.flatten().tolist(), strict=True)
+            for number, threshold in zip(
+                numbers.flatten().tolist(), thresholds.flatten().tolist(), strict=True
+            )
         ]
         return torch.tensor(flips).reshape(numbers.shape)
 
@@ -187,12 +204,15 @@ class Uniforms:
         low, high = self._intervals[number]
         chance = min(max((threshold - low) / (high - low), 0.0), 1.0)
         below: bool = self._paths.choose(lambda: ((False, 1 - chance), (True, chance)))
-        self._intervals[number] = (low, min(high, threshold)) if below else (max(low, threshold), high)
+        self._intervals[number] = (
+            (low, min(high, threshold)) if below else (max(low, threshold), high)
+        )
         return below
 
 
 class InlineWorker:
-    """Drafts for PEARL at once when a draft is started, so that all random choices have one order. Implements `DraftWorker`."""
+    """Drafts for PEARL at once when a draft is started, so that all random choices have one order.
+    Implements `DraftWorker`."""
 
     kind = "inline"
     threads: int | None = None
@@ -246,7 +266,8 @@ def states(
     window: Window | None = None,
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None,
 ) -> Iterator[State]:
-    """Runs a method on these model runners and yields its state after each round. `window` replaces PEARL's."""
+    """Runs a method on these model runners and yields its state after each round. `window` replaces
+    PEARL's."""
     run = scripted_run(
         method,
         settings,
@@ -263,7 +284,8 @@ def states(
         run.schedule = replace(run.schedule, window=window)
     for round_ in run.rounds():
         pending: Sequence[int] = ()
-        if isinstance(run.schedule, Parallel) and round_.verdict.token is None:  # all judged tokens were accepted
+        # all judged tokens were accepted
+        if isinstance(run.schedule, Parallel) and round_.verdict.token is None:
             assert isinstance(run.schedule.drafter, InlineDrafter)
             pending = run.schedule.drafter.drafted.tokens[1:]
         run.policy.reason = ""  # of the draft that has ended
@@ -278,8 +300,8 @@ def states(
 
 
 def learned(drafter: Any) -> Hashable:
-    """What a drafter has learned, to compare states: the n-gram pool and window of lookahead decoding; None for other
-    drafters."""
+    """What a drafter has learned, to compare states: the n-gram pool and window of lookahead
+    decoding; None for other drafters."""
     if not hasattr(drafter, "_pool"):
         return None
     window = drafter._window
@@ -287,23 +309,34 @@ def learned(drafter: Any) -> Hashable:
 
 
 def exact(
-    runner: TableRunner, sampling: SamplingParams, length: int, eos: Iterable[int] = (), start: Distribution | None = None
+    runner: TableRunner,
+    sampling: SamplingParams,
+    length: int,
+    eos: Iterable[int] = (),
+    start: Distribution | None = None,
 ) -> Distribution:
-    """The distribution of the outputs when the target alone continues `start` (outputs with their probabilities; None: the empty
-    output) to `length` tokens."""
+    """The distribution of the outputs when the target alone continues `start` (outputs with their
+    probabilities; None: the empty output) to `length` tokens."""
     return output_distribution(
-        lambda tokens: token_sampling.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(), length, set(eos), start
+        lambda tokens: token_sampling.warp(runner.row([*PROMPT, *tokens]), sampling).tolist(),
+        length,
+        set(eos),
+        start,
     )
 
 
 def total_variation(found: Distribution, wanted: Distribution) -> float:
-    return sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted}) / 2
+    return (
+        sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted})
+        / 2
+    )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A method with settings on two small tables, for `limit` new tokens. `sizes` are the vocabularies of target and draft,
-    `warp` the sampling parameters. `zero`: some tokens of the target have probability 0. `window` replaces PEARL's."""
+    """A method with settings on two small tables, for `limit` new tokens. `sizes` are the
+    vocabularies of target and draft, `warp` the sampling parameters. `zero`: some tokens of the
+    target have probability 0. `window` replaces PEARL's."""
 
     method: str
     settings: dict[str, Any]
@@ -317,8 +350,16 @@ class Case:
 
     def __str__(self) -> str:
         settings = "".join(f":{name}={value}" for name, value in self.settings.items())
-        extras = [f"limit {self.limit}", f"vocabulary {self.sizes[0]}", *(f"{name} {value}" for name, value in self.warp.items())]
-        extras += [text for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window)) if used]
+        extras = [
+            f"limit {self.limit}",
+            f"vocabulary {self.sizes[0]}",
+            *(f"{name} {value}" for name, value in self.warp.items()),
+        ]
+        extras += [
+            text
+            for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window))
+            if used
+        ]
         return f"{self.method}{settings}, {', '.join(extras)}"
 
     @property
@@ -327,18 +368,38 @@ class Case:
 
     @property
     def models(self) -> tuple[SmallRunner, SmallRunner]:
-        return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(self.seed + 100, self.sizes[1])
+        return SmallRunner(self.seed, self.sizes[0], zero=self.zero), SmallRunner(
+            self.seed + 100, self.sizes[1]
+        )
 
 
-def distance(case: Case, monkeypatch: pytest.MonkeyPatch, draft: Any = None, *, on_gpu: bool = False, **options: Any) -> float:
-    """The total variation distance between the exact distributions of the target's outputs and of the method's.
+def distance(
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    draft: Any = None,
+    *,
+    on_gpu: bool = False,
+    **options: Any,
+) -> float:
+    """The total variation distance between the exact distributions of the target's outputs and of
+    the method's.
 
-    `draft` drafts instead of the case's table. `on_gpu`: the method takes tensors for those of a GPU. `options`: see `states`.
+    `draft` drafts instead of the case's table. `on_gpu`: the method takes tensors for those of a
+    GPU. `options`: see `states`.
     """
     target, own = case.models
 
     def begin() -> Any:
-        return states(case.method, case.settings, target, draft or own, case.sampling, case.eos, case.window, **options)
+        return states(
+            case.method,
+            case.settings,
+            target,
+            draft or own,
+            case.sampling,
+            case.eos,
+            case.window,
+            **options,
+        )
 
     with monkeypatch.context() as patch:
         if on_gpu:

@@ -1,7 +1,7 @@
 """Writes GGUF files for tests: any metadata, and tensors of every type that specgen reads.
 
-The `gguf` package writes the files and quantises. For the types that it does not quantise, random blocks are made: what they
-stand for is what the format says, as `gguf` reads it.
+The `gguf` package writes the files and quantises. For the types that it does not quantise, random
+blocks are made: what they stand for is what the format says, as `gguf` reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _METADATA_TYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as a GGUF file stores it: `content` uint8 [..., bytes of a row]; `values` are what it stands for, float32."""
+    """A tensor as a GGUF file stores it: `content` uint8 [..., bytes of a row]; `values` are what
+    it stands for, float32."""
 
     type: str
     content: np.ndarray[Any, Any]
@@ -51,13 +52,15 @@ class Stored:
 
 
 def quantised(values: torch.Tensor, kind: str) -> Stored:
-    """Returns a tensor rounded to a type in `QUANTISED_BY_GGUF`. A row has to be a multiple of a block."""
+    """Returns a tensor rounded to a type in `QUANTISED_BY_GGUF`. A row has to be a multiple of a
+    block."""
     content = quants.quantize(values.float().numpy(), GGMLQuantizationType[kind])
     return as_stored(content.view(np.uint8), kind)
 
 
 def random_stored(shape: Sequence[int], kind: str, seed: int, scale: float = 0.02) -> Stored:
-    """Returns a random tensor of any type in `TYPES`, whose values have about the standard deviation `scale`."""
+    """Returns a random tensor of any type in `TYPES`, whose values have about the standard
+    deviation `scale`."""
     random = np.random.default_rng(seed)
     if kind in FLOATS or not SCALES[kind]:
         numbers = random.normal(0, scale, shape).astype(np.float32)
@@ -86,8 +89,11 @@ def as_stored(content: np.ndarray[Any, Any], kind: str) -> Stored:
     return Stored(kind, content, torch.from_numpy(values.astype(np.float32)))
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], parts: int = 1) -> list[Path]:
-    """Writes a model and returns its files: `path`, or its `parts`, which are named as llama.cpp names them.
+def write_gguf(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored], parts: int = 1
+) -> list[Path]:
+    """Writes a model and returns its files: `path`, or its `parts`, which are named as llama.cpp
+    names them.
 
     `metadata` has Python values; a whole number is stored as int64, an empty list cannot be stored.
     """

@@ -1,7 +1,8 @@
-"""Writes tiny models of transformers as GGUF files, with the names, values and metadata that llama.cpp's converter gives them.
+"""Writes tiny models of transformers as GGUF files, with the names, values and metadata that
+llama.cpp's converter gives them.
 
-What is known here about the format is written a second time on purpose: the tests compare what specgen makes of a file with the
-model that was written.
+What is known here about the format is written a second time on purpose: the tests compare what
+specgen makes of a file with the model that was written.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True)
 class Parts:
-    """How a weight is stored: under `names`, as what `split` makes of it; `merge` does the opposite."""
+    """How a weight is stored: under `names`, as what `split` makes of it; `merge` does the
+    opposite."""
 
     names: tuple[str, ...]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda weight: [weight]
@@ -104,7 +106,9 @@ class Parts:
 
 _FUSED = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 _EXPERTS = {
-    "experts.gate_up_proj": Parts(_FUSED, lambda w: w.chunk(2, dim=1), lambda *p: torch.cat(p, dim=1)),
+    "experts.gate_up_proj": Parts(
+        _FUSED, lambda w: w.chunk(2, dim=1), lambda *p: torch.cat(p, dim=1)
+    ),
     "experts.down_proj": Parts(("ffn_down_exps.weight",)),
 }
 
@@ -126,12 +130,17 @@ _GPT_OSS = {
     "experts.gate_up_proj_bias": Parts(
         ("ffn_gate_exps.bias", "ffn_up_exps.bias"), lambda w: [w[:, ::2], w[:, 1::2]], _take_turns
     ),
-    "experts.down_proj": Parts(("ffn_down_exps.weight",), lambda w: [w.transpose(1, 2)], lambda w: w.transpose(1, 2)),
+    "experts.down_proj": Parts(
+        ("ffn_down_exps.weight",), lambda w: [w.transpose(1, 2)], lambda w: w.transpose(1, 2)
+    ),
     "experts.down_proj_bias": Parts(("ffn_down_exps.bias",)),
 }
 
 # The sizes of the gated delta rule: 2 key heads of 16 numbers, 4 value heads of 32.
-_KEYS, _VALUES, _KEY, _VALUE = 2, 4, 16, 32
+_KEYS = 2
+_VALUES = 4
+_KEY = 16
+_VALUE = 32
 _DELTA = {
     "linear_num_key_heads": _KEYS,
     "linear_num_value_heads": _VALUES,
@@ -142,14 +151,19 @@ _DELTA = {
 
 
 def _tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Value heads of `size` rows: from (key head, value head of it) to (value head of a key head, key head)."""
+    """Value heads of `size` rows: from (key head, value head of it) to (value head of a key head,
+    key head)."""
     heads = rows.reshape(_KEYS, _VALUES // _KEYS, size, -1)
-    return torch.cat([heads[key, value] for value in range(_VALUES // _KEYS) for key in range(_KEYS)]).view(rows.shape)
+    return torch.cat(
+        [heads[key, value] for value in range(_VALUES // _KEYS) for key in range(_KEYS)]
+    ).view(rows.shape)
 
 
 def _untiled(rows: torch.Tensor, size: int) -> torch.Tensor:
     heads = rows.reshape(_VALUES // _KEYS, _KEYS, size, -1)
-    return torch.cat([heads[value, key] for key in range(_KEYS) for value in range(_VALUES // _KEYS)]).view(rows.shape)
+    return torch.cat(
+        [heads[value, key] for key in range(_KEYS) for value in range(_VALUES // _KEYS)]
+    ).view(rows.shape)
 
 
 def _rows(name: str, size: int, others: int = 0) -> Parts:
@@ -168,16 +182,22 @@ _QWEN35 = {
     "linear_attn.in_proj_a.weight": _rows("ssm_alpha.weight", 1),
     "linear_attn.in_proj_b.weight": _rows("ssm_beta.weight", 1),
     "linear_attn.dt_bias": _rows("ssm_dt.bias", 1),
-    "linear_attn.A_log": Parts(("ssm_a",), lambda w: [-_tiled(w, 1).exp()], lambda w: (-_untiled(w, 1)).log()),
+    "linear_attn.A_log": Parts(
+        ("ssm_a",), lambda w: [-_tiled(w, 1).exp()], lambda w: (-_untiled(w, 1)).log()
+    ),
     "linear_attn.conv1d.weight": Parts(
         ("ssm_conv1d.weight",),
         lambda w: _rows("", _VALUE, 2 * _KEYS * _KEY).split(w.squeeze(1)),
         lambda w: _rows("", _VALUE, 2 * _KEYS * _KEY).merge(w).unsqueeze(1),
     ),
     "linear_attn.out_proj.weight": Parts(
-        ("ssm_out.weight",), lambda w: [_tiled(w.t(), _VALUE).t().contiguous()], lambda w: _untiled(w.t(), _VALUE).t()
+        ("ssm_out.weight",),
+        lambda w: [_tiled(w.t(), _VALUE).t().contiguous()],
+        lambda w: _untiled(w.t(), _VALUE).t(),
     ),
-    "shared_expert_gate.weight": Parts(("ffn_gate_inp_shexp.weight",), lambda w: [w[0]], lambda w: w[None]),
+    "shared_expert_gate.weight": Parts(
+        ("ffn_gate_inp_shexp.weight",), lambda w: [w[0]], lambda w: w[None]
+    ),
 }
 
 
@@ -199,20 +219,26 @@ def _to_key_heads(others: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
 
 _QWEN3_NEXT = {
     **_EXPERTS,
-    "linear_attn.in_proj_qkvz.weight": Parts(("attn_qkv.weight", "attn_gate.weight"), _of_key_heads, _to_key_heads),
+    "linear_attn.in_proj_qkvz.weight": Parts(
+        ("attn_qkv.weight", "attn_gate.weight"), _of_key_heads, _to_key_heads
+    ),
     "linear_attn.in_proj_ba.weight": Parts(("ssm_ba.weight",)),
     "linear_attn.dt_bias": Parts(("ssm_dt.bias",)),
     "linear_attn.A_log": Parts(("ssm_a",), lambda w: [-w.exp()], lambda w: (-w).log()),
-    "linear_attn.conv1d.weight": Parts(("ssm_conv1d.weight",), lambda w: [w.squeeze(1)], lambda w: w.unsqueeze(1)),
+    "linear_attn.conv1d.weight": Parts(
+        ("ssm_conv1d.weight",), lambda w: [w.squeeze(1)], lambda w: w.unsqueeze(1)
+    ),
     "linear_attn.out_proj.weight": Parts(("ssm_out.weight",)),
-    "shared_expert_gate.weight": Parts(("ffn_gate_inp_shexp.weight",), lambda w: [w[0]], lambda w: w[None]),
+    "shared_expert_gate.weight": Parts(
+        ("ffn_gate_inp_shexp.weight",), lambda w: [w[0]], lambda w: w[None]
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: its `architecture` in GGUF files, the config fields of a tiny model, and how its files differ from
-    Qwen2's."""
+    """A family of models: its `architecture` in GGUF files, the config fields of a tiny model, and
+    how its files differ from Qwen2's."""
 
     architecture: str
     config: Mapping[str, Any]
@@ -225,19 +251,28 @@ class Family:
 
 
 def _llama3_factors(config: Mapping[str, Any]) -> torch.Tensor:
-    """By which the rotary frequencies of Llama 3.1 are divided, as llama.cpp's converter computes them."""
-    scaling, pairs = config["rope_scaling"], config["head_dim"] // 2
+    """By which the rotary frequencies of Llama 3.1 are divided, as llama.cpp's converter computes
+    them."""
+    scaling = config["rope_scaling"]
+    pairs = config["head_dim"] // 2
     frequencies = config["rope_theta"] ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
     waves = 2 * torch.pi / frequencies
-    low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
+    factor = scaling["factor"]
     smooth = (8192 / waves - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
-    return torch.where(waves < 8192 / high, 1.0, torch.where(waves > 8192 / low, factor, between)).float()
+    return torch.where(
+        waves < 8192 / high, 1.0, torch.where(waves > 8192 / low, factor, between)
+    ).float()
 
 
 def _phi3_factors(config: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     scaling = config["rope_scaling"]
-    return {f"rope_factors_{run}.weight": torch.tensor(scaling[f"{run}_factor"]) for run in ("long", "short")}
+    return {
+        f"rope_factors_{run}.weight": torch.tensor(scaling[f"{run}_factor"])
+        for run in ("long", "short")
+    }
 
 
 def _phi3(config: Mapping[str, Any]) -> Metadata:
@@ -269,11 +304,17 @@ def _gemma2(config: Mapping[str, Any]) -> Metadata:
 
 
 def _experts_of(architecture: str, config: Mapping[str, Any]) -> Metadata:
-    number = next(config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config)
+    number = next(
+        config[key]
+        for key in ("num_local_experts", "num_experts", "n_routed_experts")
+        if key in config
+    )
     return {
         f"{architecture}.expert_count": number,
         f"{architecture}.expert_used_count": config["num_experts_per_tok"],
-        f"{architecture}.expert_feed_forward_length": config.get("moe_intermediate_size", config["intermediate_size"]),
+        f"{architecture}.expert_feed_forward_length": config.get(
+            "moe_intermediate_size", config["intermediate_size"]
+        ),
     }
 
 
@@ -288,7 +329,9 @@ def _olmoe(config: Mapping[str, Any]) -> Metadata:
 
 
 def _lfm2_moe(config: Mapping[str, Any]) -> Metadata:
-    heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    heads = [
+        config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]
+    ]
     return {
         **_experts_of("lfm2moe", config),
         "lfm2moe.attention.head_count_kv": heads,
@@ -352,7 +395,11 @@ def _qwen35(config: Mapping[str, Any]) -> Metadata:
 
 
 def _shared(architecture: str, config: Mapping[str, Any]) -> Metadata:
-    shared = {f"{architecture}.expert_shared_feed_forward_length": config["shared_expert_intermediate_size"]}
+    shared = {
+        f"{architecture}.expert_shared_feed_forward_length": config[
+            "shared_expert_intermediate_size"
+        ]
+    }
     return {**_experts_of(architecture, config), **shared}
 
 
@@ -370,7 +417,9 @@ def _gemma3(config: Mapping[str, Any]) -> Metadata:
 
 
 def _lfm2(config: Mapping[str, Any]) -> Metadata:
-    heads = [config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]]
+    heads = [
+        config["num_key_value_heads"] * (kind == "full_attention") for kind in config["layer_types"]
+    ]
     return {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": 3}
 
 
@@ -384,9 +433,18 @@ _LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
     "original_max_position_embeddings": 256,
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
+}
 _YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
-_RECURRENT = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4, **_DELTA}
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    **_DELTA,
+}
 _PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.25}
 _LFM2_CONFIG = {
     "layer_types": ["conv", "conv", "full_attention"],
@@ -404,7 +462,9 @@ FAMILIES = {
         factors=lambda config: {"rope_freqs.weight": _llama3_factors(config)},
     ),
     "llama, biases": Family(
-        "llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 128}, permuted=True
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 128},
+        permuted=True,
     ),
     "qwen2": Family("qwen2", {"rope_theta": 1e6}),
     "qwen3": Family("qwen3", {"head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True}),
@@ -434,7 +494,9 @@ FAMILIES = {
 }
 # Those that are written in float32 alone.
 MORE_FAMILIES = {
-    "gemma": Family("gemma", {**_SMALL, "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}, shift=1.0),
+    "gemma": Family(
+        "gemma", {**_SMALL, "head_dim": 32, "hidden_act": "gelu_pytorch_tanh"}, shift=1.0
+    ),
     "gemma2": Family(
         "gemma2",
         {
@@ -463,7 +525,11 @@ MORE_FAMILIES = {
         _PHI3_NAMES,
         factors=_phi3_factors,
     ),
-    "smollm3": Family("smollm3", {**_SMALL, "num_hidden_layers": 5, "rope_theta": 5e6, "pad_token_id": 0}, permuted=True),
+    "smollm3": Family(
+        "smollm3",
+        {**_SMALL, "num_hidden_layers": 5, "rope_theta": 5e6, "pad_token_id": 0},
+        permuted=True,
+    ),
     "granite": Family(
         "granite",
         {
@@ -478,7 +544,13 @@ MORE_FAMILIES = {
         permuted=True,
     ),
     "olmo2": Family("olmo2", {**_SMALL, "rope_theta": 5e5}, names=_OLMO2_NAMES),
-    "olmoe": Family("olmoe", {**_SMALL, "num_experts": 8, "num_experts_per_tok": 2}, _olmoe, _EXPERT_NAMES, parts=_EXPERTS),
+    "olmoe": Family(
+        "olmoe",
+        {**_SMALL, "num_experts": 8, "num_experts_per_tok": 2},
+        _olmoe,
+        _EXPERT_NAMES,
+        parts=_EXPERTS,
+    ),
     "lfm2_moe": Family(
         "lfm2moe",
         {**_SMALL, **_LFM2_CONFIG, **_MOE, "num_dense_layers": 1},
@@ -506,7 +578,14 @@ MORE_FAMILIES = {
     ),
     "minimax_m2": Family(
         "minimax-m2",
-        {**_SMALL, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16, "rope_theta": 5e6},
+        {
+            **_SMALL,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "rope_theta": 5e6,
+        },
         _minimax_m2,
         _EXPERT_NAMES,
         parts=_EXPERTS,
@@ -536,7 +615,14 @@ MORE_FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "qwen35moe",
-        {**_SMALL, **_RECURRENT, **_MOE, "shared_expert_intermediate_size": 48, "head_dim": 32, "rope_parameters": _PARTIAL},
+        {
+            **_SMALL,
+            **_RECURRENT,
+            **_MOE,
+            "shared_expert_intermediate_size": 48,
+            "head_dim": 32,
+            "rope_parameters": _PARTIAL,
+        },
         _qwen35_moe,
         _QWEN35_NAMES,
         shift=1.0,
@@ -544,7 +630,14 @@ MORE_FAMILIES = {
     ),
     "qwen3_next": Family(
         "qwen3next",
-        {**_SMALL, **_RECURRENT, **_MOE, "shared_expert_intermediate_size": 48, "head_dim": 32, "rope_parameters": _PARTIAL},
+        {
+            **_SMALL,
+            **_RECURRENT,
+            **_MOE,
+            "shared_expert_intermediate_size": 48,
+            "head_dim": 32,
+            "rope_parameters": _PARTIAL,
+        },
         _qwen3_next,
         _QWEN35_NAMES,
         shift=1.0,
@@ -557,7 +650,13 @@ MORE_FAMILIES = {
 OTHER_FAMILIES = {
     "starcoder2": Family(
         "starcoder2",
-        {**_SMALL, "rope_theta": 1e5, "use_bias": True, "norm_epsilon": 1e-5, "tie_word_embeddings": False},
+        {
+            **_SMALL,
+            "rope_theta": 1e5,
+            "use_bias": True,
+            "norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        },
         lambda config: {"starcoder2.attention.layer_norm_epsilon": config["norm_epsilon"]},
         {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     ),
@@ -565,11 +664,15 @@ OTHER_FAMILIES = {
 
 
 def model_of(family: str) -> Any:
-    """A tiny random float32 model of transformers, whose next token depends on all tokens before it."""
+    """A tiny random float32 model of transformers, whose next token depends on all tokens before
+    it."""
     model_type = family.partition(",")[0]
-    module = native_models.make({"model_type": model_type, **_SIZES, "bos_token_id": 1, **described(family).config})
+    module = native_models.make(
+        {"model_type": model_type, **_SIZES, "bos_token_id": 1, **described(family).config}
+    )
     with torch.no_grad():
-        module.get_input_embeddings().weight.mul_(0.1)  # with tied weights the model would repeat its last token
+        # with tied weights the model would repeat its last token
+        module.get_input_embeddings().weight.mul_(0.1)
         for name, weight in module.named_parameters():
             if name.endswith("bias"):
                 weight.mul_(0.2)  # large ones are the same for all contexts
@@ -583,7 +686,8 @@ def described(family: str) -> Family:
 
 
 def write_model(module: Any, family: str, path: Path, kind: str = "F32", **metadata: Any) -> Path:
-    """Writes a model as a GGUF file with matrices of the type `kind`, and sets the model's weights to the values in the file.
+    """Writes a model as a GGUF file with matrices of the type `kind`, and sets the model's weights
+    to the values in the file.
 
     `metadata` are further values, with underscores in place of the dots in their keys' last parts.
     """
@@ -618,7 +722,9 @@ def _parts(name: str, family: Family, module: Any) -> Parts:
     _, _, index, part = name.split(".", 3)
     found = next((parts for key, parts in family.parts.items() if part.endswith(key)), None)
     if found is None:
-        stem, _, end = part.rpartition("_bias" if part.endswith(("correction_bias", "expert_bias")) else ".")
+        stem, _, end = part.rpartition(
+            "_bias" if part.endswith(("correction_bias", "expert_bias")) else "."
+        )
         own = {**_NAMES, **family.names}[stem]
         return _changed(f"blk.{index}.{own}.{end or 'bias'}", family, module)
     return Parts(tuple(f"blk.{index}.{own}" for own in found.names), found.split, found.merge)
@@ -626,7 +732,9 @@ def _parts(name: str, family: Family, module: Any) -> Parts:
 
 def _changed(own: str, family: Family, module: Any) -> Parts:
     """How a weight is stored that is one tensor with the name `own`."""
-    return Parts((own,), lambda w: [_into(w, own, family, module)], lambda v: _out_of(v, own, family, module))
+    return Parts(
+        (own,), lambda w: [_into(w, own, family, module)], lambda v: _out_of(v, own, family, module)
+    )
 
 
 def _stored(values: torch.Tensor, name: str, kind: str, seed: int) -> Stored:
@@ -656,7 +764,10 @@ def _out_of(values: torch.Tensor, name: str, family: Family, module: Any) -> tor
 
 
 def _heads(name: str, module: Any) -> int:
-    counts = {"attn_q": module.config.num_attention_heads, "attn_k": module.config.num_key_value_heads}
+    counts = {
+        "attn_q": module.config.num_attention_heads,
+        "attn_k": module.config.num_key_value_heads,
+    }
     return next((count for part, count in counts.items() if f".{part}." in name), 0)
 
 
@@ -681,7 +792,8 @@ def _metadata(config: Any, family: Family) -> Metadata:
 
 
 def tokenizer_metadata(tokenizer: str | None = None, pre: str = "gpt-2", rows: int = 0) -> Metadata:
-    """The metadata of a byte-level tokenizer, by default a small one, filled up to `rows` tokens."""
+    """The metadata of a byte-level tokenizer, by default a small one, filled up to `rows`
+    tokens."""
     described = json.loads(byte_level() if tokenizer is None else tokenizer)
     vocabulary: dict[str, int] = dict(described["model"]["vocab"])
     types = dict.fromkeys(vocabulary.values(), 1)

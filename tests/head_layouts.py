@@ -1,4 +1,5 @@
-"""Writes trained heads with random weights in every published layout, from the descriptions of the formats alone."""
+"""Writes trained heads with random weights in every published layout, from the descriptions of the
+formats alone."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ FEATURE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass
 class Sizes:
-    """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a reduced vocabulary has.
+    """The target's sizes, and those of the head. `draft_vocab` is the number of tokens that a
+    reduced vocabulary has.
 
-    Without `tables`, a GliDe model has no embedding and LM head of its own. With `own_embedding`, an EAGLE head has an embedding
-    other than the target's.
+    Without `tables`, a GliDe model has no embedding and LM head of its own. With `own_embedding`,
+    an EAGLE head has an embedding other than the target's.
     """
 
     width: int
@@ -54,14 +56,17 @@ class Sizes:
 
     def random(self, *shape: int) -> torch.Tensor:
         """Returns normal random numbers. Equal sequences of calls give equal numbers."""
-        return torch.randn(*shape, generator=self.generator) * (0.5 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5)
+        return torch.randn(*shape, generator=self.generator) * (
+            0.5 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
+        )
 
     def norm(self, size: int | None = None) -> torch.Tensor:
         return 1 + self.random(size or self.width)
 
     @property
     def features(self) -> list[int]:
-        """The numbers of the target's hidden states that EAGLE-3 reads; i is the input of layer i, as in transformers."""
+        """The numbers of the target's hidden states that EAGLE-3 reads; i is the input of layer i,
+        as in transformers."""
         count = self.layers
         return [2, count // 2, count - 3] if count > 6 else [0, 1, 2]
 
@@ -70,12 +75,26 @@ def sizes_of(folder: Path, **changes: Any) -> Sizes:
     """Returns the sizes of the target in `folder`, and its embedding."""
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")))
-    width, heads = config.get("hidden_size") or config["n_embd"], config.get("num_attention_heads") or config["n_head"]
+    name = next(
+        name
+        for name in weights
+        if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))
+    )
+    width = config.get("hidden_size") or config["n_embd"]
+    heads = config.get("num_attention_heads") or config["n_head"]
     layers = config.get("num_hidden_layers") or config["n_layer"]
     head_size = config.get("head_dim") or width // heads
     lm_head = weights.get("lm_head.weight", weights[name])
-    return Sizes(width, layers, heads, head_size, len(weights[name]), weights[name], lm_head=lm_head, **changes)
+    return Sizes(
+        width,
+        layers,
+        heads,
+        head_size,
+        len(weights[name]),
+        weights[name],
+        lm_head=lm_head,
+        **changes,
+    )
 
 
 def llama_config(sizes: Sizes, **more: Any) -> Config:
@@ -98,21 +117,30 @@ def llama_config(sizes: Sizes, **more: Any) -> Config:
     }
 
 
-def decoder_layer(sizes: Sizes, prefix: str, inputs: int | None = None, *, input_norm: bool = True) -> Tensors:
+def decoder_layer(
+    sizes: Sizes, prefix: str, inputs: int | None = None, *, input_norm: bool = True
+) -> Tensors:
     """Returns the weights of a decoder layer, with names that begin with `prefix`.
 
-    Its attention reads `inputs` numbers per token (None: the width). Without `input_norm` it has no norm before the attention.
+    Its attention reads `inputs` numbers per token (None: the width). Without `input_norm` it has no
+    norm before the attention.
     """
     heads = {"q": sizes.head_heads, "k": sizes.head_kv_heads, "v": sizes.head_kv_heads}
     tensors: Tensors = {}
     for name, count in heads.items():
-        tensors[f"self_attn.{name}_proj.weight"] = sizes.random(count * sizes.head_head_size, inputs or sizes.width)
+        tensors[f"self_attn.{name}_proj.weight"] = sizes.random(
+            count * sizes.head_head_size, inputs or sizes.width
+        )
         if sizes.qkv_bias:
             tensors[f"self_attn.{name}_proj.bias"] = sizes.random(count * sizes.head_head_size)
         if sizes.qk_norm and name != "v":
             tensors[f"self_attn.{name}_norm.weight"] = sizes.norm(sizes.head_head_size)
-    tensors["self_attn.o_proj.weight"] = sizes.random(sizes.width, sizes.head_heads * sizes.head_head_size)
-    tensors |= {f"mlp.{name}_proj.weight": sizes.random(sizes.inner, sizes.width) for name in ("gate", "up")}
+    tensors["self_attn.o_proj.weight"] = sizes.random(
+        sizes.width, sizes.head_heads * sizes.head_head_size
+    )
+    tensors |= {
+        f"mlp.{name}_proj.weight": sizes.random(sizes.inner, sizes.width) for name in ("gate", "up")
+    }
     tensors["mlp.down_proj.weight"] = sizes.random(sizes.width, sizes.inner)
     tensors["post_attention_layernorm.weight"] = sizes.norm()
     if input_norm:
@@ -131,31 +159,57 @@ def medusa_blocks(sizes: Sizes, name: str, *, bias: bool = True) -> Tensors:
 
 
 def medusa_v01(sizes: Sizes, prefix: str = "") -> tuple[Config, Tensors]:
-    """The Medusa authors' first layout, with an LM head per Medusa head. The config has a wrong number of heads, as published
-    ones do."""
-    config = {"base_model_name_or_path": "some/model", "medusa_num_heads": 2, "medusa_num_layers": sizes.medusa_layers}
-    heads = {f"{head}.{sizes.medusa_layers}.weight": sizes.random(sizes.vocab, sizes.width) for head in range(sizes.medusa_heads)}
-    return config, {prefix + name: tensor for name, tensor in (medusa_blocks(sizes, "{}.{}.linear") | heads).items()}
+    """The Medusa authors' first layout, with an LM head per Medusa head. The config has a wrong
+    number of heads, as published ones do."""
+    config = {
+        "base_model_name_or_path": "some/model",
+        "medusa_num_heads": 2,
+        "medusa_num_layers": sizes.medusa_layers,
+    }
+    heads = {
+        f"{head}.{sizes.medusa_layers}.weight": sizes.random(sizes.vocab, sizes.width)
+        for head in range(sizes.medusa_heads)
+    }
+    return config, {
+        prefix + name: tensor
+        for name, tensor in (medusa_blocks(sizes, "{}.{}.linear") | heads).items()
+    }
 
 
 def medusa_v2(sizes: Sizes) -> tuple[Config, Tensors]:
-    return {"version": "2", "medusa_num_heads": sizes.medusa_heads}, medusa_blocks(sizes, "{}.{}.linear")
+    return {"version": "2", "medusa_num_heads": sizes.medusa_heads}, medusa_blocks(
+        sizes, "{}.{}.linear"
+    )
 
 
 def medusa_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
-    """vLLM's layout of Medusa with a reduced vocabulary, whose ids are not sorted (published ones are sorted by frequency)."""
+    """vLLM's layout of Medusa with a reduced vocabulary, whose ids are not sorted (published ones
+    are sorted by frequency)."""
     ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab]
-    config = {"model_type": "medusa", "num_heads": sizes.medusa_heads, "num_hidden_layers": sizes.medusa_layers}
-    config |= {"hidden_size": sizes.width, "vocab_size": sizes.vocab, "truncated_vocab_size": sizes.draft_vocab}
+    config = {
+        "model_type": "medusa",
+        "num_heads": sizes.medusa_heads,
+        "num_hidden_layers": sizes.medusa_layers,
+    }
+    config |= {
+        "hidden_size": sizes.width,
+        "vocab_size": sizes.vocab,
+        "truncated_vocab_size": sizes.draft_vocab,
+    }
     tensors = medusa_blocks(sizes, "blocks.{}.layers.{}", bias=False)
     for head in range(sizes.medusa_heads):
         tensors[f"lm_heads.{head}.weight"] = sizes.random(sizes.draft_vocab, sizes.width)
-    return config, {f"medusa_heads.{name}": tensor for name, tensor in {**tensors, "token_map": ids}.items()}
+    return config, {
+        f"medusa_heads.{name}": tensor for name, tensor in {**tensors, "token_map": ids}.items()
+    }
 
 
 def eagle1(sizes: Sizes) -> tuple[Config, Tensors]:
     """The EAGLE authors' layout, with a copy of the target's embedding."""
-    tensors = {"embed_tokens.weight": embedding(sizes), "fc.weight": sizes.random(sizes.width, 2 * sizes.width)}
+    tensors = {
+        "embed_tokens.weight": embedding(sizes),
+        "fc.weight": sizes.random(sizes.width, 2 * sizes.width),
+    }
     if sizes.bias:
         tensors["fc.bias"] = sizes.random(sizes.width)
     for index in range(sizes.head_layers):
@@ -170,12 +224,19 @@ def embedding(sizes: Sizes) -> torch.Tensor:
 
 def eagle1_sglang(sizes: Sizes) -> tuple[Config, Tensors]:
     config, tensors = eagle1(sizes)
-    return {**config, "architectures": ["LlamaForCausalLMEagle"]}, {f"model.{name}": each for name, each in tensors.items()}
+    return {**config, "architectures": ["LlamaForCausalLMEagle"]}, {
+        f"model.{name}": each for name, each in tensors.items()
+    }
 
 
 def eagle1_vllm(sizes: Sizes) -> tuple[Config, Tensors]:
     config, tensors = eagle1(sizes)
-    outer = {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": config, "eagle_fc_bias": sizes.bias}
+    outer = {
+        "model_type": "eagle",
+        "architectures": ["EAGLEModel"],
+        "model": config,
+        "eagle_fc_bias": sizes.bias,
+    }
     return outer | {"vocab_size": sizes.vocab, "num_lookahead_tokens": 5}, tensors
 
 
@@ -183,14 +244,26 @@ def eagle1_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
     """The early EAGLE layout of the library speculators, without a copy of the embedding."""
     _, tensors = eagle1(sizes)
     del tensors["embed_tokens.weight"]
-    inner = {**llama_config(sizes), "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
-    config = {"speculators_model_type": "eagle", "architectures": ["EagleSpeculator"], "fusion_bias": sizes.bias}
-    renamed = {name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.", 1): each for name, each in tensors.items()}
+    inner = {
+        **llama_config(sizes),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    }
+    config = {
+        "speculators_model_type": "eagle",
+        "architectures": ["EagleSpeculator"],
+        "fusion_bias": sizes.bias,
+    }
+    renamed = {
+        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.", 1): each
+        for name, each in tensors.items()
+    }
     return {**config, "layernorms": False, "transformer_layer_config": inner}, renamed
 
 
 def eagle3_parts(sizes: Sizes, prefix: str) -> Tensors:
-    tensors = {"fc.weight": sizes.random(sizes.width, 3 * sizes.width)} | decoder_layer(sizes, prefix, 2 * sizes.width)
+    tensors = {"fc.weight": sizes.random(sizes.width, 3 * sizes.width)} | decoder_layer(
+        sizes, prefix, 2 * sizes.width
+    )
     tensors |= {f"{prefix}hidden_norm.weight": sizes.norm(), "norm.weight": sizes.norm()}
     tensors["lm_head.weight"] = sizes.random(sizes.draft_vocab, sizes.width)
     ids = torch.randperm(sizes.vocab, generator=sizes.generator)[: sizes.draft_vocab].sort().values
@@ -200,20 +273,38 @@ def eagle3_parts(sizes: Sizes, prefix: str) -> Tensors:
 
 
 def eagle3(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The EAGLE-3 layout of the authors, SpecForge and SGLang. Its config names layers by the number of the layer whose output is
-    read, unless the head reads the input of layer 0."""
+    """The EAGLE-3 layout of the authors, SpecForge and SGLang. Its config names layers by the
+    number of the layer whose output is read, unless the head reads the input of layer 0."""
     ids = [each - (sizes.features[0] == 2) for each in sizes.features]
-    config = llama_config(sizes, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=sizes.draft_vocab)
-    return config | {"eagle_config": {"use_aux_hidden_state": True, FEATURE_LAYERS: ids}}, eagle3_parts(sizes, "midlayer.")
+    config = llama_config(
+        sizes, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=sizes.draft_vocab
+    )
+    return config | {
+        "eagle_config": {"use_aux_hidden_state": True, FEATURE_LAYERS: ids}
+    }, eagle3_parts(sizes, "midlayer.")
 
 
 def eagle3_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
     tensors = eagle3_parts(sizes, "layers.0.") | {"embed_tokens.weight": embedding(sizes)}
-    config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": sizes.draft_vocab}
-    config |= {"norm_before_residual": True, "norm_before_fc": False, FEATURE_LAYERS: sizes.features}
-    inner = llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "llama", rope_theta=500000.0)
+    config = {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": sizes.draft_vocab,
+    }
+    config |= {
+        "norm_before_residual": True,
+        "norm_before_fc": False,
+        FEATURE_LAYERS: sizes.features,
+    }
+    inner = llama_config(
+        sizes, model_type="qwen3" if sizes.qk_norm else "llama", rope_theta=500000.0
+    )
     if sizes.window:
-        inner |= {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": sizes.window}
+        inner |= {
+            "layer_types": ["sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": sizes.window,
+        }
     return {**config, "target_hidden_size": None, "transformer_layer_config": inner}, tensors
 
 
@@ -226,11 +317,16 @@ def eagle31(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def eagle31_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
-    """One norm of all features, or with `fc_norm` one of each. States are fed back after the norm."""
+    """One norm of all features, or with `fc_norm` one of each. States are fed back after the
+    norm."""
     config, tensors = eagle3_speculators(sizes)
     norms = {f"fc_norm.{tap}.weight": sizes.norm() for tap in range(3)}
     norms = norms if sizes.fc_norm else {"input_norm.weight": sizes.norm(3 * sizes.width)}
-    return config | {"norm_output": True, "fc_norm": sizes.fc_norm, "norm_before_fc": not sizes.fc_norm}, tensors | norms
+    return config | {
+        "norm_output": True,
+        "fc_norm": sizes.fc_norm,
+        "norm_before_fc": not sizes.fc_norm,
+    }, tensors | norms
 
 
 def glide(sizes: Sizes) -> tuple[Config, Tensors]:
@@ -242,33 +338,64 @@ def glide(sizes: Sizes) -> tuple[Config, Tensors]:
         tensors[f"layers.{index}.cross_attn.q_proj.weight"] = sizes.random(crossed, sizes.width)
         tensors[f"layers.{index}.cross_attn.o_proj.weight"] = sizes.random(sizes.width, crossed)
     if sizes.tables:
-        tensors |= {name: sizes.random(sizes.vocab, sizes.width) for name in ("embed_tokens.weight", "lm_head.weight")}
-    large = {"large_hidden_size": sizes.width, "large_head_dim": sizes.head_size, "large_num_attention_heads": sizes.heads}
-    named = {name if name == "lm_head.weight" else f"model.{name}": each for name, each in tensors.items()}
+        tensors |= {
+            name: sizes.random(sizes.vocab, sizes.width)
+            for name in ("embed_tokens.weight", "lm_head.weight")
+        }
+    large = {
+        "large_hidden_size": sizes.width,
+        "large_head_dim": sizes.head_size,
+        "large_num_attention_heads": sizes.heads,
+    }
+    named = {
+        name if name == "lm_head.weight" else f"model.{name}": each
+        for name, each in tensors.items()
+    }
     return llama_config(sizes, block_size=7, use_remap=False, **large), named
 
 
 def block_parts(sizes: Sizes, taps: int, rank: int = 0) -> Tensors:
     """The tensors of DFlash; with a `rank` those of DSpark's Markov head too."""
-    tensors = {"fc.weight": sizes.random(sizes.width, taps * sizes.width), "hidden_norm.weight": sizes.norm()}
+    tensors = {
+        "fc.weight": sizes.random(sizes.width, taps * sizes.width),
+        "hidden_norm.weight": sizes.norm(),
+    }
     tensors["norm.weight"] = sizes.norm()
     for index in range(sizes.head_layers):
         tensors |= decoder_layer(sizes, f"layers.{index}.")
     if rank:
-        tensors |= {f"markov_head.markov_w{number}.weight": sizes.random(sizes.vocab, rank) for number in (1, 2)}
+        tensors |= {
+            f"markov_head.markov_w{number}.weight": sizes.random(sizes.vocab, rank)
+            for number in (1, 2)
+        }
     return tensors
 
 
 def block_config(sizes: Sizes, **more: Any) -> Config:
-    return llama_config(sizes, model_type="qwen3" if sizes.qk_norm else "qwen2" if sizes.qkv_bias else "llama", **more)
+    return llama_config(
+        sizes,
+        model_type="qwen3" if sizes.qk_norm else "qwen2" if sizes.qkv_bias else "llama",
+        **more,
+    )
 
 
 def block_zlab(sizes: Sizes) -> tuple[Config, Tensors]:
-    """DFlash's authors' layout; the last of several layers has a sliding window. Layers are named by their outputs."""
+    """DFlash's authors' layout; the last of several layers has a sliding window. Layers are named
+    by their outputs."""
     own: Config = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
     if sizes.scales:
-        own |= zip(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), sizes.scales, strict=True)
-    config = block_config(sizes, architectures=["DFlashDraftModel"], block_size=5, num_target_layers=4, dflash_config=own)
+        own |= zip(
+            ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+            sizes.scales,
+            strict=True,
+        )
+    config = block_config(
+        sizes,
+        architectures=["DFlashDraftModel"],
+        block_size=5,
+        num_target_layers=4,
+        dflash_config=own,
+    )
     if sizes.head_layers > 1:
         types = ["full_attention"] * (sizes.head_layers - 1) + ["sliding_attention"]
         config |= {"layer_types": types, "sliding_window": 4, "max_window_layers": 0}
@@ -276,29 +403,62 @@ def block_zlab(sizes: Sizes) -> tuple[Config, Tensors]:
 
 
 def block_deepspec(sizes: Sizes) -> tuple[Config, Tensors]:
-    """DSpark's authors' layout, with frozen copies of the target's tables (`tables`). Layer -1 is the embedding."""
+    """DSpark's authors' layout, with frozen copies of the target's tables (`tables`). Layer -1 is
+    the embedding."""
     assert sizes.lm_head is not None
-    own = {"block_size": 4, "mask_token_id": 2, "target_layer_ids": [-1, 1, 3], "markov_rank": 6, "markov_head_type": "vanilla"}
+    own = {
+        "block_size": 4,
+        "mask_token_id": 2,
+        "target_layer_ids": [-1, 1, 3],
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+    }
     own |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
     tensors = block_parts(sizes, 3, 6)
-    tensors |= {"confidence_head.proj.weight": sizes.random(1, sizes.width + 6), "confidence_head.proj.bias": sizes.random(1)}
+    tensors |= {
+        "confidence_head.proj.weight": sizes.random(1, sizes.width + 6),
+        "confidence_head.proj.bias": sizes.random(1),
+    }
     if sizes.tables:
-        tensors |= {"embed_tokens.weight": embedding(sizes), "lm_head.weight": sizes.lm_head.clone()}
+        tensors |= {
+            "embed_tokens.weight": embedding(sizes),
+            "lm_head.weight": sizes.lm_head.clone(),
+        }
     return block_config(sizes, architectures=["Qwen3DSparkModel"], **own), tensors
 
 
 def block_specforge(sizes: Sizes) -> tuple[Config, Tensors]:
-    own = {"projector_type": "dspark", "block_size": 3, "mask_token_id": 2, "target_layer_ids": [1], "markov_rank": 5}
+    own = {
+        "projector_type": "dspark",
+        "block_size": 3,
+        "mask_token_id": 2,
+        "target_layer_ids": [1],
+        "markov_rank": 5,
+    }
     own |= {"markov_head_type": "vanilla", "causal": True}
-    return block_config(sizes, architectures=["DFlashDraftModel"], dflash_config=own), block_parts(sizes, 1, 5)
+    return block_config(sizes, architectures=["DFlashDraftModel"], dflash_config=own), block_parts(
+        sizes, 1, 5
+    )
 
 
 def block_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
-    """The layout of speculators and vLLM: layers are named by the hidden states' numbers; with a vocabulary of its own."""
+    """The layout of speculators and vLLM: layers are named by the hidden states' numbers; with a
+    vocabulary of its own."""
     reduced = eagle3_parts(sizes, "layers.0.")
-    tensors = block_parts(sizes, 2) | {name: reduced[name] for name in ("lm_head.weight", "d2t", "t2d")}
-    config = {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"], "draft_vocab_size": sizes.draft_vocab}
-    config |= {"block_size": 4, "mask_token_id": 2, "aux_hidden_state_layer_ids": [1, 3], "sample_from_anchor": True}
+    tensors = block_parts(sizes, 2) | {
+        name: reduced[name] for name in ("lm_head.weight", "d2t", "t2d")
+    }
+    config = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "draft_vocab_size": sizes.draft_vocab,
+    }
+    config |= {
+        "block_size": 4,
+        "mask_token_id": 2,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "sample_from_anchor": True,
+    }
     return config | {"transformer_layer_config": block_config(sizes, rope_theta=500000.0)}, tensors
 
 
@@ -324,19 +484,25 @@ LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
 
 
 def write_head(out: Path, layout: str, target: Path, **sizes: Any) -> Path:
-    """Writes a random head for the model in the folder `target` into the folder `out`, and returns `out`. `sizes`: see
-    `Sizes`."""
+    """Writes a random head for the model in the folder `target` into the folder `out`, and returns
+    `out`. `sizes`: see `Sizes`."""
     config, tensors = LAYOUTS[layout](sizes_of(target, **sizes))
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(config, indent=2))
-    name = "medusa_lm_head.safetensors" if layout in ("medusa-v0.1", "medusa-v2") else "model.safetensors"
+    name = (
+        "medusa_lm_head.safetensors"
+        if layout in ("medusa-v0.1", "medusa-v2")
+        else "model.safetensors"
+    )
     save_file(tensors, out / name)
     return out
 
 
-def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any) -> Path:
-    """Changes the head in `folder`: `tensors` changes its tensors in place, `config` sets fields of its config (None removes
-    one).
+def change_head(
+    folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **config: Any
+) -> Path:
+    """Changes the head in `folder`: `tensors` changes its tensors in place, `config` sets fields of
+    its config (None removes one).
 
     Returns the folder.
     """
@@ -345,5 +511,7 @@ def change_head(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None
     tensors(stored)
     save_file(stored, file)
     old = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({name: each for name, each in {**old, **config}.items() if each is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: each for name, each in {**old, **config}.items() if each is not None})
+    )
     return folder

@@ -15,22 +15,29 @@ from specgen.pair.pair import Pair
 
 
 def pair_of_models(target: LoadedModel, draft: LoadedModel | None = None) -> Pair:
-    """A pair of two loaded models of which nothing is known; PEARL's drafts are made in this process."""
+    """A pair of two loaded models of which nothing is known; PEARL's drafts are made in this
+    process."""
     return Pair(LoadedModels(target, draft))
 
 
 def draft_here(pair: Pair) -> None:
-    """Has PEARL's drafts be made in this process: as many processes as there are pairs would take minutes."""
+    """Has PEARL's drafts be made in this process: as many processes as there are pairs would take
+    minutes."""
     pair.models._worker = None
 
 
-def pass_costs(pair: Pair, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False) -> ParallelCosts:
+def pass_costs(
+    pair: Pair, context_length: int, sampling: SamplingParams | None = None, *, record: bool = False
+) -> ParallelCosts:
     """PEARL's pass times after a context of so many tokens."""
-    return pair.models.kept(PassTimes).costs(context_length, sampling or SamplingParams(), record=record)
+    return pair.models.kept(PassTimes).costs(
+        context_length, sampling or SamplingParams(), record=record
+    )
 
 
 def runners(pair: Pair) -> tuple[Any, Any]:
-    """The runners of the target and of the draft model (None if there is none), whose weights are loaded."""
+    """The runners of the target and of the draft model (None if there is none), whose weights are
+    loaded."""
     found = pair.models.with_draft_model() or pair.models.plain()
     return found.target, found.draft
 
@@ -41,6 +48,9 @@ def knowledge(pair: Pair) -> DraftingKnowledge:
 
 
 def case_of(pair: Pair, request: Request) -> DraftingCase:
-    """What the costs of the request's drafts depend on, for a method that drafts with the draft model if there is one."""
-    found = (pair.models.with_draft_model() if request.method.uses_draft_model else None) or pair.models.plain()
+    """What the costs of the request's drafts depend on, for a method that drafts with the draft
+    model if there is one."""
+    found = (
+        pair.models.with_draft_model() if request.method.uses_draft_model else None
+    ) or pair.models.plain()
     return drafting_case(pair.models, request, make_setup(pair.models, request, found))

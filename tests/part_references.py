@@ -1,4 +1,5 @@
-"""Random trained parts for small targets, and what they predict, computed from their papers' definitions in plain torch."""
+"""Random trained parts for small targets, and what they predict, computed from their papers'
+definitions in plain torch."""
 
 from __future__ import annotations
 
@@ -38,37 +39,65 @@ _FOLDERS: list[TemporaryDirectory[str]] = []  # removed at exit
 
 
 @cache
-def target(family: str, backend: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Any, LoadedModel]:
-    """A random model of a family: the transformers module, and the same model loaded by the engine. `changes` are made to its
-    config."""
+def target(
+    family: str, backend: str, changes: tuple[tuple[str, Any], ...]
+) -> tuple[Any, LoadedModel]:
+    """A random model of a family: the transformers module, and the same model loaded by the engine.
+    `changes` are made to its config."""
     _FOLDERS.append(TemporaryDirectory())
-    module = make_model(family, **{name: list(value) if isinstance(value, tuple) else value for name, value in changes})
+    module = make_model(
+        family,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in changes},
+    )
     return module, opened(save(module, Path(_FOLDERS[-1].name)), backend)
 
 
-# The names of the token's norm, the state's norm, the projection and the last norm, and what is before all names of layer k.
+# The names of the token's norm, the state's norm, the projection and the last norm, and what is
+# before all names of layer k.
 MTP_LAYOUTS = {
     "deepseek": ("model.layers.{last}.", "enorm hnorm eh_proj shared_head.norm"),
     "qwen": ("mtp.layers.{k}.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
-    "mimo": ("model.mtp_layers.{k}.", "token_layernorm hidden_layernorm input_proj final_layernorm"),
+    "mimo": (
+        "model.mtp_layers.{k}.",
+        "token_layernorm hidden_layernorm input_proj final_layernorm",
+    ),
     "mimo-v2": ("model.mtp.layers.{k}.", "enorm hnorm eh_proj final_layernorm"),
 }
 
 
-def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", layers: int = 1) -> None:
-    """Adds random drafting layers to a model's files in `folder`, in a published layout. Their numbers are the same in all."""
-    (file,), (prefix, names), config = folder.glob("*.safetensors"), MTP_LAYOUTS[layout], module.config
-    tensors, width = load_file(file), config.hidden_size
+def add_drafting_layers(
+    module: Any, folder: Path, layout: str = "deepseek", layers: int = 1
+) -> None:
+    """Adds random drafting layers to a model's files in `folder`, in a published layout. Their
+    numbers are the same in all."""
+    (file,), (prefix, names), config = (
+        folder.glob("*.safetensors"),
+        MTP_LAYOUTS[layout],
+        module.config,
+    )
+    tensors = load_file(file)
+    width = config.hidden_size
     for k in range(layers):
         torch.manual_seed(50 + k)
         block = weakened(type(module)(config)).model.layers[-1].state_dict()
         own = prefix.format(k=k, last=config.num_hidden_layers + k)
         tensors |= {own + name: tensor.clone() for name, tensor in separate_experts(block).items()}
-        token_norm, state_norm, join, out_norm = (("mtp." if layout == "qwen" else own) + name for name in names.split())
-        tensors |= {f"{name}.weight": 0.9 + torch.rand(width) / 4 for name in (token_norm, state_norm, out_norm)}
-        tensors[f"{join}.weight"] = torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 3
+        token_norm, state_norm, join, out_norm = (
+            ("mtp." if layout == "qwen" else own) + name for name in names.split()
+        )
+        tensors |= {
+            f"{name}.weight": 0.9 + torch.rand(width) / 4
+            for name in (token_norm, state_norm, out_norm)
+        }
+        tensors[f"{join}.weight"] = (
+            torch.eye(width, 2 * width) + torch.randn(width, 2 * width) * (2 * width) ** -0.5 / 3
+        )
         if layout == "deepseek":
-            tensors |= {own + "embed_tokens.weight": torch.zeros(3), own + "shared_head.head.weight": torch.zeros(3)}  # not read
+            # not read
+            tensors |= {
+                own + "embed_tokens.weight": torch.zeros(3),
+                own + "shared_head.head.weight": torch.zeros(3),
+            }
         if layout == "mimo":
             tensors[f"{join}.weight"] = tensors[f"{join}.weight"].roll(width, dims=1)
         if layout == "mimo-v2":
@@ -77,7 +106,9 @@ def add_drafting_layers(module: Any, folder: Path, layout: str = "deepseek", lay
     save_file(tensors, file, {"format": "pt"})
     stored = json.loads((folder / "config.json").read_text())
     stored |= {"num_nextn_predict_layers": layers} if layout == "deepseek" else {}
-    stored |= {"model_type": "mimo", "auto_map": {"AutoConfig": "own.Config"}} if layout == "mimo" else {}
+    stored |= (
+        {"model_type": "mimo", "auto_map": {"AutoConfig": "own.Config"}} if layout == "mimo" else {}
+    )
     (folder / "config.json").write_text(json.dumps(stored))
 
 
@@ -87,13 +118,16 @@ def separate_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name in tensors.keys() - found.keys():
         for number, matrix in enumerate(tensors[name]):
             parts = matrix.chunk(2) if name.endswith("gate_up_proj") else [matrix]
-            for part, own in zip(("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True):
+            for part, own in zip(
+                ("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True
+            ):
                 found[f"mlp.experts.{number}.{part}_proj.weight"] = own
     return found
 
 
 def weakened(module: Any) -> Any:
-    """A model whose likeliest next token depends on the last one most, so that drafts are right now and then."""
+    """A model whose likeliest next token depends on the last one most, so that drafts are right now
+    and then."""
     for name, weight in module.model.layers.named_parameters():
         if name.endswith(("o_proj.weight", "out_proj.weight")) or "down_proj" in name:
             weight.data *= 0.03
@@ -101,9 +135,11 @@ def weakened(module: Any) -> Any:
 
 
 @cache
-def drafting_target(family: str, backend: str, layout: str, layers: int) -> tuple[Any, LoadedModel, Any]:
-    """A random model with drafting layers, and transformers' model of these, which knows them in DeepSeek-V3's layout
-    (None where the installed version lacks it)."""
+def drafting_target(
+    family: str, backend: str, layout: str, layers: int
+) -> tuple[Any, LoadedModel, Any]:
+    """A random model with drafting layers, and transformers' model of these, which knows them in
+    DeepSeek-V3's layout (None where the installed version lacks it)."""
     _FOLDERS.extend([TemporaryDirectory(), TemporaryDirectory()])
     own, theirs = (Path(each.name) for each in _FOLDERS[-2:])
     module = weakened(make_model(family))
@@ -111,7 +147,9 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
     for folder, name in ((own, layout), (theirs, "deepseek")):
         save(module, folder)
         add_drafting_layers(module, folder, name, layers)
-    module.config.num_mtp_layers, module.config.name_or_path, module.config.dtype = layers, str(theirs), torch.float32
+    module.config.num_mtp_layers = layers
+    module.config.name_or_path = str(theirs)
+    module.config.dtype = torch.float32
     if getattr(module.config, "layer_types", None):
         module.config.mtp_layer_types = module.config.layer_types[-1:] * layers
     last = range(module.config.num_hidden_layers, module.config.num_hidden_layers + layers)
@@ -121,11 +159,12 @@ def drafting_target(family: str, backend: str, layout: str, layers: int) -> tupl
 
 
 class Part:
-    """A trained part with random weights: a head in a published layout with these `sizes` (see `head_layouts.Sizes`), or for the
-    layout `exit` an exit layer after the target's first `depth` layers, for `mtp-...` the target's own drafting `layers`.
+    """A trained part with random weights: a head in a published layout with these `sizes` (see
+    `head_layouts.Sizes`), or for the layout `exit` an exit layer after the target's first `depth`
+    layers, for `mtp-...` the target's own drafting `layers`.
 
-    `changes` are made to the target's config (None: those that give it four layers). `row` computes the part's logits as the
-    paper defines them.
+    `changes` are made to the target's config (None: those that give it four layers). `row` computes
+    the part's logits as the paper defines them.
     """
 
     def __init__(
@@ -138,30 +177,47 @@ class Part:
         **sizes: Any,
     ) -> None:
         if layout.startswith("mtp-"):
-            self.kind, self.layout = "mtp", layout.removeprefix("mtp-")
-            self.module, loaded, self.layers = drafting_target(family, backend, self.layout, sizes["layers"])
-            self.model, self.weights = loaded.model, read_layers(loaded)
-            self.made = eagle_runners.make_runners(self.weights, self.model, ModelRunner(self.model), penalties)
+            self.kind = "mtp"
+            self.layout = layout.removeprefix("mtp-")
+            self.module, loaded, self.layers = drafting_target(
+                family, backend, self.layout, sizes["layers"]
+            )
+            self.model = loaded.model
+            self.weights = read_layers(loaded)
+            self.made = eagle_runners.make_runners(
+                self.weights, self.model, ModelRunner(self.model), penalties
+            )
             return
         self.window = sizes.get("window")
         found = four_layers(family) if changes is None else changes
-        hashable = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in found.items())
+        hashable = tuple(
+            (name, tuple(value) if isinstance(value, list) else value)
+            for name, value in found.items()
+        )
         self.module, loaded = target(family, backend, hashable)
-        self.kind, self.model = layout[:6].rstrip("1-3"), loaded.model
+        self.kind = layout[:6].rstrip("1-3")
+        self.model = loaded.model
         self.made: Runners
         if layout == "exit":
             self.depth = sizes["depth"]
-            self.weights: Any = ExitWeights(exit_layers_of(self.model, self.module), self.depth, random_predictor(32))
+            self.weights: Any = ExitWeights(
+                exit_layers_of(self.model, self.module), self.depth, random_predictor(32)
+            )
             self.made = own_layers.make_runners(self.weights, self.model, None, penalties)
             return
         with TemporaryDirectory() as name:
-            self.weights = open_part(write_head(Path(name), layout, loaded.folder, **sizes), loaded, is_exit=False).load()
+            self.weights = open_part(
+                write_head(Path(name), layout, loaded.folder, **sizes), loaded, is_exit=False
+            ).load()
         runners = import_module(f"specgen.engine.parts.{self.kind}").make_runners
-        self.made = runners(self.weights, self.model, ModelRunner(self.model, penalties()), penalties)
+        self.made = runners(
+            self.weights, self.model, ModelRunner(self.model, penalties()), penalties
+        )
 
     @torch.no_grad()
     def row(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
-        """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`, without any cache."""
+        """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`,
+        without any cache."""
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
         rows = {"medusa": medusa, "eagle": eagle, "glide": glide, "block": block, "mtp": mtp}
@@ -170,35 +226,47 @@ class Part:
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
         table = self.weights.tensors.get("embed_tokens.weight")
-        return self.model.embeddings(torch.tensor(ids)) if table is None else table[torch.tensor(ids)]
+        return (
+            self.model.embeddings(torch.tensor(ids)) if table is None else table[torch.tensor(ids)]
+        )
 
     def of_all_tokens(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary from those over the head's own vocabulary; -inf for tokens that the head lacks."""
+        """Logits over the target's vocabulary from those over the head's own vocabulary; -inf for
+        tokens that the head lacks."""
         if self.weights.vocabulary is None:
             return logits
-        return torch.full((self.module.config.vocab_size,), -torch.inf).index_copy(0, self.weights.vocabulary, logits)
+        return torch.full((self.module.config.vocab_size,), -torch.inf).index_copy(
+            0, self.weights.vocabulary, logits
+        )
 
     def states(self, ids: Sequence[int]) -> Any:
-        """The target's hidden states, each [1, n, width], numbered as in transformers: i is the input of layer i."""
-        return self.module(torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True).hidden_states
+        """The target's hidden states, each [1, n, width], numbered as in transformers: i is the
+        input of layer i."""
+        return self.module(
+            torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True
+        ).hidden_states
 
 
 @cache
 def exit_model(module: Any, depth: int) -> Any:
-    """A model that computes what an untrained exit does: the target's first `depth` layers, then its last one."""
+    """A model that computes what an untrained exit does: the target's first `depth` layers, then
+    its last one."""
     layers = module.model.layers
     lists = {name: getattr(module.config, name, None) for name in ("layer_types", "no_rope_layers")}
     changes = {name: [*entries[:depth], entries[-1]] for name, entries in lists.items() if entries}
     short = make_model(module.config.model_type, num_hidden_layers=depth + 1, **changes)
     state = {name: weight for name, weight in module.state_dict().items() if "layers." not in name}
     for position, layer in enumerate([*layers[:depth], layers[-1]]):
-        state |= {f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()}
+        state |= {
+            f"model.layers.{position}.{name}": weight for name, weight in layer.state_dict().items()
+        }
     short.load_state_dict(state)
     return short
 
 
 def medusa(part: Part, ids: list[int], path: list[int]) -> Tensor:
-    state, head = part.states(ids[:-1])[-1][0, -1], len(path)
+    state = part.states(ids[:-1])[-1][0, -1]
+    head = len(path)
     for matrix, bias in part.weights.blocks[head]:
         state = state + functional.silu(matrix @ state + bias)
     if part.weights.lm_heads is None:
@@ -209,11 +277,13 @@ def medusa(part: Part, ids: list[int], path: list[int]) -> Tensor:
 def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
     """An EAGLE head's logits [vocabulary] after `ids` and `path`, by definition.
 
-    The embedding of each token of the context is paired with the target's features of the token before it, that of a drafted
-    token with the head's own output for the token before it.
+    The embedding of each token of the context is paired with the target's features of the token
+    before it, that of a drafted token with the head's own output for the token before it.
     """
-    weights, states = part.weights, part.states(ids[:-1])
-    tensors, layer = weights.tensors, DecoderReference(weights)
+    weights = part.weights
+    states = part.states(ids[:-1])
+    tensors = weights.tensors
+    layer = DecoderReference(weights)
     features = states[-1][0]
     if weights.version == 3:
         taps = [states[tap][0] for tap in weights.feature_layers]
@@ -227,14 +297,17 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
         embeddings = part.embedded([*ids[1:], *path[:number]])
         if weights.version == 1:
             pairs = torch.cat((embeddings, features), -1)
-            hidden = attended = functional.linear(pairs, tensors["fc.weight"], tensors.get("fc.bias"))
+            hidden = attended = functional.linear(
+                pairs, tensors["fc.weight"], tensors.get("fc.bias")
+            )
         else:
             normed = layer.norm(features, "layers.0.hidden_norm")
             attended = torch.cat((layer.norm(embeddings, "layers.0.input_layernorm"), normed), -1)
             hidden = normed if weights.norm_before_residual else features
         for index in range(weights.config["num_hidden_layers"]):
             attended = layer.norm(hidden, f"layers.{index}.input_layernorm") if index else attended
-            rows, window = torch.arange(len(hidden)), part.window or len(hidden)
+            rows = torch.arange(len(hidden))
+            window = part.window or len(hidden)
             hides = (rows[None] > rows[:, None]) | (rows[:, None] - rows[None] >= window)
             hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides), index)
         normed = hidden if weights.version == 1 else layer.norm(hidden, "norm")
@@ -245,15 +318,25 @@ def eagle(part: Part, ids: list[int], path: list[int]) -> Tensor:
 
 
 def mtp(part: Part, ids: list[int], path: list[int]) -> Tensor:
-    """Layer k joins the states of layer k - 1, at first the target's, with later tokens; a single one is its own successor."""
-    count, layers, before = len(ids) - 1, part.layers, list[Tensor]()
+    """Layer k joins the states of layer k - 1, at first the target's, with later tokens; a single
+    one is its own successor."""
+    count = len(ids) - 1
+    layers = part.layers
+    before = list[Tensor]()
     with part.module.model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0])):
         states = part.states(ids[:-1])[-1]
     states = before[0] if part.layout == "mimo" else states
     for number in range(len(path) + 1):
         several = layers.num_mtp_layers > 1
-        tokens = torch.tensor([[*ids, *path][number + 1 : number + 1 + count] if several else [*ids[1:], *path[:number]]])
-        positions, cache = torch.arange(tokens.shape[1])[None] + 1 + several * number, MtpCache(config=layers.config)
+        tokens = torch.tensor(
+            [
+                [*ids, *path][number + 1 : number + 1 + count]
+                if several
+                else [*ids[1:], *path[:number]]
+            ]
+        )
+        positions = torch.arange(tokens.shape[1])[None] + 1 + several * number
+        cache = MtpCache(config=layers.config)
         found = layers.forward_layer(several * number, states, positions, cache, input_ids=tokens)
         states = found if several else torch.cat((states, found[:, -1:]), dim=1)
     return part.model.head_logits(found[0, -1:])[0]
@@ -262,24 +345,37 @@ def mtp(part: Part, ids: list[int], path: list[int]) -> Tensor:
 def glide(part: Part, ids: list[int], path: list[int]) -> Tensor:
     """A GliDe model's logits [vocabulary] after `ids` and `path`, by definition.
 
-    Each token attends to the target's keys of the context's tokens before it, without the last one. The first token sees its own.
+    Each token attends to the target's keys of the context's tokens before it, without the last one.
+    The first token sees its own.
     """
-    weights, tokens, committed = part.weights, torch.tensor([[*ids, *path]]), len(ids) - 1
-    layer, hidden = DecoderReference(weights), part.embedded(tokens[0].tolist())
+    weights = part.weights
+    tokens = torch.tensor([[*ids, *path]])
+    committed = len(ids) - 1
+    layer = DecoderReference(weights)
+    hidden = part.embedded(tokens[0].tolist())
     cache = cache_of_all(part.module, tokens)
-    count, seen = weights.config["num_hidden_layers"], [min(max(at, 1), committed) for at in range(tokens.shape[1])]
+    count = weights.config["num_hidden_layers"]
+    seen = [min(max(at, 1), committed) for at in range(tokens.shape[1])]
     for index in range(count):
-        hidden = hidden + layer.attention(layer.norm(hidden, f"layers.{index}.input_layernorm"), index)
+        hidden = hidden + layer.attention(
+            layer.norm(hidden, f"layers.{index}.input_layernorm"), index
+        )
         if committed:
-            attentions = [number for number, each in enumerate(part.module.model.layers) if hasattr(each, "self_attn")]
+            attentions = [
+                number
+                for number, each in enumerate(part.module.model.layers)
+                if hasattr(each, "self_attn")
+            ]
             hidden = hidden + cross(part, index, attentions[index - count], hidden, cache, seen)
         hidden = layer.with_mlp(hidden, index)
-    normed, head = layer.norm(hidden[-1:], "norm"), weights.tensors.get("lm_head.weight")
+    normed = layer.norm(hidden[-1:], "norm")
+    head = weights.tensors.get("lm_head.weight")
     return part.model.head_logits(normed)[0] if head is None else head @ normed[0]
 
 
 def cache_of_all(module: Any, tokens: Tensor) -> Any:
-    """Transformers' KV cache after a pass of `module` over `tokens`, with the keys of all of them, also where a window slides."""
+    """Transformers' KV cache after a pass of `module` over `tokens`, with the keys of all of them,
+    also where a window slides."""
     is_hybrid = not all(hasattr(layer, "self_attn") for layer in module.model.layers)
     kept = DynamicCache(config=module.config) if is_hybrid else DynamicCache()
     module(tokens, **{cache_argument(module): kept})
@@ -289,16 +385,24 @@ def cache_of_all(module: Any, tokens: Tensor) -> Any:
 def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
     """The logits [vocabulary] of a DFlash or DSpark head after `ids` and `path`, by definition.
 
-    Its layers see the context's fused features, as they are, and the rows of the block: the last token and masks.
+    Its layers see the context's fused features, as they are, and the rows of the block: the last
+    token and masks.
     """
     weights, layer = part.weights, DecoderReference(part.weights)
-    count, known = weights.block_size, len(ids) - 1
+    count = weights.block_size
+    known = len(ids) - 1
     states = part.states(ids) if known else [torch.zeros(1, 1, part.module.config.hidden_size)] * 9
     features = torch.cat([states[tap][0, :known] for tap in weights.feature_layers], dim=-1)
     context = layer.norm(features @ weights.tensors["fc.weight"].T, "hidden_norm")
     module = part.module
-    hidden = module.get_input_embeddings().weight[[ids[-1], *[weights.mask_id] * (count - 1)]] * weights.embedding_scale
-    types = weights.config.get("layer_types") or ["full_attention"] * weights.config["num_hidden_layers"]
+    hidden = (
+        module.get_input_embeddings().weight[[ids[-1], *[weights.mask_id] * (count - 1)]]
+        * weights.embedding_scale
+    )
+    types = (
+        weights.config.get("layer_types")
+        or ["full_attention"] * weights.config["num_hidden_layers"]
+    )
     rows = torch.arange(known + count)
     for index, kind in enumerate(types):
         slides = kind == "sliding_attention"
@@ -316,28 +420,42 @@ def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
         logits = weights.logit_cap * torch.tanh(logits / weights.logit_cap)
     logits = part.of_all_tokens(logits)
     if "markov_head.markov_w1.weight" in weights.tensors:
-        first, second = (weights.tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
+        first, second = (
+            weights.tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2)
+        )
         logits = logits + second @ first[[*ids, *path][-1]]
     return logits
 
 
-def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: Sequence[int]) -> Tensor:
-    """The output [n, width] of the cross-attention in GliDe layer `index`, to the keys and values of the target's `layer`.
+def cross(
+    part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: Sequence[int]
+) -> Tensor:
+    """The output [n, width] of the cross-attention in GliDe layer `index`, to the keys and values
+    of the target's `layer`.
 
     The target's own code rotates the queries. Token i sees the first `seen[i]` keys.
     """
     module, config = part.module, part.module.config
     heads = config.num_attention_heads
-    q_proj, o_proj = (part.weights.tensors[f"layers.{index}.cross_attn.{name}_proj.weight"] for name in "qo")
+    q_proj, o_proj = (
+        part.weights.tensors[f"layers.{index}.cross_attn.{name}_proj.weight"] for name in "qo"
+    )
     query = functional.linear(hidden, q_proj).view(1, len(hidden), heads, -1).transpose(1, 2)
     if getattr(module.model.layers[layer].self_attn, "use_rope", True):
-        options = {"layer_type": config.layer_types[layer]} if config.model_type == "gemma3_text" else {}
+        options = (
+            {"layer_type": config.layer_types[layer]} if config.model_type == "gemma3_text" else {}
+        )
         cos, sin = module.model.rotary_emb(query, torch.arange(len(hidden))[None], **options)
         rotated = query[..., : cos.shape[-1]]
-        rotated = sys.modules[type(module).__module__].apply_rotary_pos_emb(rotated, rotated, cos, sin)[0]
+        rotated = sys.modules[type(module).__module__].apply_rotary_pos_emb(
+            rotated, rotated, cos, sin
+        )[0]
         query = torch.cat((rotated, query[..., cos.shape[-1] :]), dim=-1)
     of_layer = cache.layers[layer]
-    keys, values = (each[0].repeat_interleave(heads // each.shape[1], 0) for each in (of_layer.keys, of_layer.values))
+    keys, values = (
+        each[0].repeat_interleave(heads // each.shape[1], 0)
+        for each in (of_layer.keys, of_layer.values)
+    )
     hides = torch.arange(len(hidden)) >= torch.tensor(seen)[:, None]
     return attend(query[0], keys, values, hides) @ o_proj.T
 
@@ -345,8 +463,8 @@ def cross(part: Part, index: int, layer: int, hidden: Tensor, cache: Any, seen: 
 def attend(query: Tensor, keys: Tensor, values: Tensor, hides: Tensor) -> Tensor:
     """Returns softmax(query keys^T / sqrt(head size)) values as [n, heads * head size].
 
-    `query` is [heads, n, head size], `keys` and `values` are [heads, m, head size]. `hides` [n, m] is True where a token does not
-    see a key.
+    `query` is [heads, n, head size], `keys` and `values` are [heads, m, head size]. `hides` [n, m]
+    is True where a token does not see a key.
     """
     scores = (query @ keys.transpose(1, 2) * query.shape[-1] ** -0.5).masked_fill(hides, -torch.inf)
     return (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
@@ -356,35 +474,48 @@ class DecoderReference:
     """The operations of a Llama's layers, or a Qwen's, on texts without a cache."""
 
     def __init__(self, weights: DecoderWeights) -> None:
-        self.tensors, self.config = weights.tensors, weights.config
+        self.tensors = weights.tensors
+        self.config = weights.config
         section = self.config.get("rope_parameters") or {}
         self.base = section.get("rope_theta", self.config.get("rope_theta", 1e4))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+        return functional.rms_norm(
+            x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"]
+        )
 
     def attention(self, x: Tensor, index: int, hides: Tensor | None = None) -> Tensor:
-        """The output for the rows `x`, which see those before them, or all but what `hides` says."""
-        prefix, size = f"layers.{index}.self_attn.", self.config["head_dim"]
+        """The output for the rows `x`, which see those before them, or all but what `hides`
+        says."""
+        prefix = f"layers.{index}.self_attn."
+        size = self.config["head_dim"]
         angles = torch.arange(len(x))[:, None] * self.base ** (-torch.arange(0, size, 2) / size)
         made: list[Tensor] = []
         for name in "qkv":
-            weight, bias = (self.tensors.get(f"{prefix}{name}_proj.{part}") for part in ("weight", "bias"))
+            weight, bias = (
+                self.tensors.get(f"{prefix}{name}_proj.{part}") for part in ("weight", "bias")
+            )
             heads = functional.linear(x, weight, bias).view(len(x), -1, size).transpose(0, 1)  # type: ignore[arg-type]
             if f"{prefix}{name}_norm.weight" in self.tensors:
                 heads = self.norm(heads, f"{prefix}{name}_norm")
             if name != "v":
                 first, second = heads.chunk(2, dim=-1)
-                cos, sin = angles.cos(), angles.sin()
+                cos = angles.cos()
+                sin = angles.sin()
                 heads = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
             made.append(heads)
         query, keys, values = made
         group = len(query) // len(keys)
         hides = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) if hides is None else hides
-        mixed = attend(query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), hides)
+        mixed = attend(
+            query, keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), hides
+        )
         return mixed @ self.tensors[f"{prefix}o_proj.weight"].T
 
     def with_mlp(self, hidden: Tensor, index: int) -> Tensor:
         inner = self.norm(hidden, f"layers.{index}.post_attention_layernorm")
-        gate, up, down = (self.tensors[f"layers.{index}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate, up, down = (
+            self.tensors[f"layers.{index}.mlp.{name}_proj.weight"]
+            for name in ("gate", "up", "down")
+        )
         return hidden + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T

@@ -1,8 +1,9 @@
-"""Runs `specgen` in other processes without importing torch and transformers in each, which would take most of the time.
+"""Runs `specgen` in other processes without importing torch and transformers in each, which would
+take most of the time.
 
-`one_by_one` runs several commands in one process and captures their streams. `Forked` runs one command in a process with its own
-signals, environment and exit code, which is forked from a server that has imported the libraries. `ForkedWorker` does the same
-for a draft worker.
+`one_by_one` runs several commands in one process and captures their streams. `Forked` runs one
+command in a process with its own signals, environment and exit code, which is forked from a server
+that has imported the libraries. `ForkedWorker` does the same for a draft worker.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ for arguments, given in json.loads(sys.argv[1]):
     sys.stderr.flush()
     for file in files[1:]:
         file.seek(0)
-    print(json.dumps([code, *(file.read().decode() for file in files[1:]), "torch" in sys.modules]), file=results)
+    written = [file.read().decode() for file in files[1:]]
+    print(json.dumps([code, *written, "torch" in sys.modules]), file=results)
 """
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload(
@@ -66,20 +68,33 @@ class Ended(NamedTuple):
 
 
 def one_by_one(
-    *commands: Sequence[str], stdin: Sequence[bytes] = (), environment: Mapping[str, str] | None = None
+    *commands: Sequence[str],
+    stdin: Sequence[bytes] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run `specgen` with each of these argument lists and standard inputs, one after the other in one process."""
-    given = json.dumps([(list(command), data.decode("latin-1")) for command, data in zip_longest(commands, stdin, fillvalue=b"")])
+    """Run `specgen` with each of these argument lists and standard inputs, one after the other in
+    one process."""
+    given = json.dumps(
+        [
+            (list(command), data.decode("latin-1"))
+            for command, data in zip_longest(commands, stdin, fillvalue=b"")
+        ]
+    )
     process = [sys.executable, "-c", _ONE_BY_ONE, given]
     done = subprocess.run(process, stdout=subprocess.PIPE, env=environment, timeout=120, check=True)
     return [Ended(*json.loads(line)) for line in done.stdout.splitlines()]
 
 
 class _Process:
-    """A function in a process forked from the server, with the methods of `subprocess.Popen` that tests and specgen need."""
+    """A function in a process forked from the server, with the methods of `subprocess.Popen` that
+    tests and specgen need."""
 
-    def __init__(self, target: Callable[..., None], connections: Sequence[Connection], *given: object) -> None:
-        self._process = _FORKSERVER.Process(target=target, args=(*connections, *given), daemon=target is _work)
+    def __init__(
+        self, target: Callable[..., None], connections: Sequence[Connection], *given: object
+    ) -> None:
+        self._process = _FORKSERVER.Process(
+            target=target, args=(*connections, *given), daemon=target is _work
+        )
         self._process.start()
         for each in connections:
             each.close()
@@ -106,14 +121,21 @@ class _Process:
         self._process.kill()
 
 
-def _main(out: Connection, err: Connection, arguments: Sequence[str], environment: Mapping[str, str], closed: bool) -> None:
+def _main(
+    out: Connection,
+    err: Connection,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    closed: bool,
+) -> None:
     from specgen.cli.app import main
 
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     out.close()
     err.close()
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115  of the server: other files
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  of the server: other files
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     if closed:  # as in Python started with a closed stdout
         os.close(1)
         sys.stdout = None  # type: ignore[assignment]
@@ -127,21 +149,35 @@ def _main(out: Connection, err: Connection, arguments: Sequence[str], environmen
 
 
 class Forked(_Process):
-    """`specgen` with these arguments and this process's environment. Standard input is empty. Standard output is a pipe, unless
-    `stdout` is the file for it, or `closed` says that it is closed."""
+    """`specgen` with these arguments and this process's environment. Standard input is empty.
+    Standard output is a pipe, unless `stdout` is the file for it, or `closed` says that it is
+    closed."""
 
-    def __init__(self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False) -> None:
-        self.stdout, out = (None, Connection(os.dup(stdout.fileno()), readable=False)) if stdout is not None else _pipe()
+    def __init__(
+        self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False
+    ) -> None:
+        self.stdout, out = (
+            (None, Connection(os.dup(stdout.fileno()), readable=False))
+            if stdout is not None
+            else _pipe()
+        )
         self.stderr, err = _pipe()
         super().__init__(_main, (out, err), arguments, dict(os.environ), closed)
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
-        """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only once."""
+        """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only
+        once."""
         self.wait(timeout)
         return b"" if self.stdout is None else self.stdout.read(), self.stderr.read()
 
 
-def _work(connection: Connection, memory: Connection, log: Connection, environment: Mapping[str, str], new_session: bool) -> None:
+def _work(
+    connection: Connection,
+    memory: Connection,
+    log: Connection,
+    environment: Mapping[str, str],
+    new_session: bool,
+) -> None:
     from specgen.workers.__main__ import main
 
     if new_session:
@@ -155,15 +191,24 @@ def _work(connection: Connection, memory: Connection, log: Connection, environme
 
 
 class ForkedWorker(_Process):
-    """A draft worker in a process forked from the server, made with the arguments with which `specgen.workers.process` calls
-    `subprocess.Popen`. It ends when the server does."""
+    """A draft worker in a process forked from the server, made with the arguments with which
+    `specgen.workers.process` calls `subprocess.Popen`. It ends when the server does."""
 
     def __init__(
-        self, command: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], start_new_session: bool, **_: object
+        self,
+        command: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        env: Mapping[str, str],
+        start_new_session: bool,
+        **_: object,
     ) -> None:
         assert command[1:4] == ["-P", "-m", "specgen.workers"]
         connection, _parent, memory = map(int, command[4:])
-        passed = [Connection(os.dup(descriptor), readable=False) for descriptor in (connection, memory, stdout.fileno())]
+        passed = [
+            Connection(os.dup(descriptor), readable=False)
+            for descriptor in (connection, memory, stdout.fileno())
+        ]
         super().__init__(_work, passed, dict(env), start_new_session)
 
 

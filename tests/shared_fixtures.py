@@ -27,7 +27,8 @@ torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Iterator[None]:
-    """Fork draft workers that tests start in this process, which saves each the imports; commands start them as users do."""
+    """Fork draft workers that tests start in this process, which saves each the imports; commands
+    start them as users do."""
     forkserver.ensure_running()  # it imports the libraries while the first tests run
     with pytest.MonkeyPatch.context() as patch:
         names = SimpleNamespace(**vars(subprocess) | {"Popen": ForkedWorker})
@@ -42,7 +43,8 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pair_of(models_folder: Path) -> Callable[..., Pair]:
-    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the target itself.
+    """A float32 pair of a family, its draft an unrelated model, a near copy of the target, or the
+    target itself.
 
     Runs on the backend that is named third, by default on the one that specgen chooses.
     """
@@ -50,16 +52,25 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
     @cache
     def folder(family: str, role: str) -> str:
         target = make_model(family)
-        model = {"target": lambda: target, "near": lambda: near_copy(target), "unrelated": lambda: make_model(family, seed=7)}[
-            role
-        ]()
+        model = {
+            "target": lambda: target,
+            "near": lambda: near_copy(target),
+            "unrelated": lambda: make_model(family, seed=7),
+        }[role]()
         return save(model, models_folder / family / role)
 
     @cache
     def made(family: str, draft: str, backend: str = "auto") -> Pair:
         role = "target" if draft == "itself" else draft
-        pair = specgen.load(folder(family, "target"), folder(family, role), device="cpu", dtype="float32", backend=backend)
-        draft_here(pair)  # PEARL's drafts in this process: as many processes as there are pairs would take minutes
+        pair = specgen.load(
+            folder(family, "target"),
+            folder(family, role),
+            device="cpu",
+            dtype="float32",
+            backend=backend,
+        )
+        # PEARL's drafts in this process: as many processes as there are pairs would take minutes
+        draft_here(pair)
         return pair
 
     return made
@@ -67,7 +78,8 @@ def pair_of(models_folder: Path) -> Callable[..., Pair]:
 
 @pytest.fixture
 def near(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pair:
-    """A Llama pair, its draft a near copy of the target, for which nothing has been measured or learned."""
+    """A Llama pair, its draft a near copy of the target, for which nothing has been measured or
+    learned."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     pair = pair_of("llama", "near")
     return pair_of_models(pair.target, pair.draft)
@@ -96,7 +108,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     tokenizer = make_tokenizer(LETTERS)
     tokenizer.chat_template = CHAT_TEMPLATE
     model = make_model("llama")
-    return ("-t", save(model, parent / "target", tokenizer), "-d", save(near_copy(model), parent / "draft", tokenizer))
+    return (
+        "-t",
+        save(model, parent / "target", tokenizer),
+        "-d",
+        save(near_copy(model), parent / "draft", tokenizer),
+    )
 
 
 @pytest.fixture
@@ -111,5 +128,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sentences of a few words, which a model can learn."""
     rng = random.Random(1)
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n".join(" ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)))
+    path.write_text(
+        "\n".join(
+            " ".join(rng.choice(["abc", "hello", "spec"]) for _ in range(12)) for _ in range(300)
+        )
+    )
     return path

@@ -1,5 +1,5 @@
-"""Random models of the native families, and a recorder that stands in for CUDA graphs: it refuses operators that they cannot
-capture."""
+"""Random models of the native families, and a recorder that stands in for CUDA graphs: it refuses
+operators that they cannot capture."""
 
 from __future__ import annotations
 
@@ -24,39 +24,63 @@ WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that needs a CUDA device."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")(test))
+    return pytest.mark.gpu(
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")(test)
+    )
 
 
-def random_model(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any) -> NativeModel:
+def random_model(
+    family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any
+) -> NativeModel:
     """A random model of a family, with 5 layers; `changes` are made to its config."""
-    architecture = read_architecture(sparse(family, num_hidden_layers=5, max_position_embeddings=LENGTH, **changes))
-    generator, on = torch.Generator(device="cpu").manual_seed(0), torch.device(device)
-    width, gain = architecture.hidden_size, norm_gain(architecture, dtype, on)
+    architecture = read_architecture(
+        sparse(family, num_hidden_layers=5, max_position_embeddings=LENGTH, **changes)
+    )
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    on = torch.device(device)
+    width = architecture.hidden_size
+    gain = norm_gain(architecture, dtype, on)
 
     def numbers(name: str, *shape: int) -> torch.Tensor:
         if device == "meta":
             return torch.zeros(shape, dtype=dtype, device=device)
         drawn = torch.randn(shape, generator=generator)
-        return (1 - architecture.norm_weight_offset + drawn / 8 if "norm" in name else drawn / 8).to(device, dtype)
+        return (
+            1 - architecture.norm_weight_offset + drawn / 8 if "norm" in name else drawn / 8
+        ).to(device, dtype)
 
     with torch.no_grad():
         factory = ProductFactory(on, dtype)
         _, kinds = layer_kinds(architecture, [on] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):
-            tensors = {name: numbers(name, *shape) for name, shape in layer_shapes(architecture, index).items()}
+            tensors = {
+                name: numbers(name, *shape)
+                for name, shape in layer_shapes(architecture, index).items()
+            }
             weights = layer_weights(architecture, index, tensors.__getitem__, dtype, gain)
             layers.append(NativeLayer(architecture, index, kind, weights, factory, gain=gain))
         norm = ((numbers("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
-        table, head = (numbers(name, architecture.vocab_size, width) for name in ("embedding", "head"))
-        return NativeModel(architecture, layers, NativeParts(table, norm, factory(head)), dtype, norm_gain=gain)
+        table, head = (
+            numbers(name, architecture.vocab_size, width) for name in ("embedding", "head")
+        )
+        return NativeModel(
+            architecture, layers, NativeParts(table, norm, factory(head)), dtype, norm_gain=gain
+        )
 
 
 def refused(func: Any, args: Any, kwargs: Any) -> bool:
-    if WAITING & set(func.tags) or func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._pin_memory.default):
+    if WAITING & set(func.tags) or func in (
+        torch.ops.aten.lift_fresh.default,
+        torch.ops.aten._pin_memory.default,
+    ):
         return True
     masks = [tensor for tensor in tensors_in(args[1:]) if tensor.dtype == torch.bool]
-    return bool(func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_) and masks)
+    return bool(
+        func.overloadpacket
+        in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
+        and masks
+    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -64,11 +88,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+    return (
+        [tensor for one in value for tensor in tensors_in(one)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 class Recording(TorchDispatchMode):
-    """Records operators with the storages they read and write, and replays them on the same storages, as a CUDA graph does.
+    """Records operators with the storages they read and write, and replays them on the same
+    storages, as a CUDA graph does.
 
     Refuses what a CUDA graph cannot capture.
     """
@@ -77,7 +106,9 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         if refused(func, args, kwargs or {}):
             raise RuntimeError(f"{func} cannot be captured")
         result = func(*args, **(kwargs or {}))
@@ -86,7 +117,8 @@ class Recording(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, result in self._calls:
-            inputs = (tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_mkldnn)  # packed weights have no storage
+            # packed weights have no storage
+            inputs = (tensor for tensor in tensors_in((args, kwargs)) if not tensor.is_mkldnn)
             known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
             outputs = tensors_in(result)
             if func._schema.is_mutable:
@@ -97,10 +129,12 @@ class Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """Captures work by recording its operators, on any device, and returns a function that replays it. Implements
-    `graphs.Capture`."""
+    """Captures work by recording its operators, on any device, and returns a function that replays
+    it. Implements `graphs.Capture`."""
 
-    def __call__(self, work: Callable[[], None], state: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def __call__(
+        self, work: Callable[[], None], state: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
         saved = [tensor.clone() for tensor in state]
 
         def restore() -> None:

@@ -1,4 +1,5 @@
-"""The exact distribution of a model's outputs, and the chi-square test of sampled outputs against it."""
+"""The exact distribution of a model's outputs, and the chi-square test of sampled outputs against
+it."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from specgen.decoding.run import Run
 
 Distribution = dict[tuple[int, ...], float]
 
-# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found; smaller errors are found by
-# the enumerations of `test_enumeration.py`, and by more runs under `-m slow`.
+# One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found;
+# smaller errors are found by the enumerations of `test_enumeration.py`, and by more runs under `-m
+# slow`.
 SIGNIFICANCE = 1e-4
 TOKENS = 3  # whose joint distribution is tested
-LENGTH = 8  # new tokens of a run: enough that several tokens are drafted before the first `TOKENS` are there
+# new tokens of a run: enough that several tokens are drafted before the first `TOKENS` are there
+LENGTH = 8
 
 
 def first_tokens(run: Run) -> tuple[int, ...]:
-    """The first `TOKENS` tokens of a run's output, or fewer if it ends before. The run is ended as soon as they are there."""
+    """The first `TOKENS` tokens of a run's output, or fewer if it ends before. The run is ended as
+    soon as they are there."""
     tokens: list[int] = []
     with closing(run.rounds()) as rounds:  # type: ignore[type-var]
         for round_ in rounds:
@@ -36,10 +40,11 @@ def output_distribution(
     eos: Collection[int] = (),
     start: Mapping[tuple[int, ...], float] | None = None,
 ) -> Distribution:
-    """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes first.
+    """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes
+    first.
 
-    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start` has the outputs to continue
-    with their probabilities (None: the empty output).
+    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start`
+    has the outputs to continue with their probabilities (None: the empty output).
     """
     found: Distribution = defaultdict(float)
     unfinished = [*({(): 1.0} if start is None else start).items()]
@@ -48,7 +53,11 @@ def output_distribution(
         if len(tokens) >= length or (tokens and tokens[-1] in eos):
             found[tokens] += mass
         else:
-            unfinished += [((*tokens, token), mass * prob) for token, prob in enumerate(next_probs(tokens)) if prob]
+            unfinished += [
+                ((*tokens, token), mass * prob)
+                for token, prob in enumerate(next_probs(tokens))
+                if prob
+            ]
     return dict(found)
 
 

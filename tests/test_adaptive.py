@@ -1,4 +1,5 @@
-"""The length policy `adaptive`: its rule, what it learns about drafts and costs, and its runs on models."""
+"""The length policy `adaptive`: its rule, what it learns about drafts and costs, and its runs on
+models."""
 
 from __future__ import annotations
 
@@ -43,14 +44,24 @@ from specgen.methods.learned_drafting import (
 from specgen.pair.pair import Pair
 from specgen.workers.worker import DraftWorker
 
-SURE, UNSURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}, {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
+SURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}
+UNSURE = {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
 LIKELY = {"entropy": 0.6, "top_prob": 0.8, "prob": 0.8}
 CHEAP = DraftingCosts(0.05, 0.01)
-GUESSES = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4), DraftingCosts(0.0, 0.03)  # tokens, blocks, lookup
+# tokens, blocks, lookup
+GUESSES = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4), DraftingCosts(0.0, 0.03)
 
 
-def policy(costs: DraftingCosts = CHEAP, *, in_parallel: bool = False, exploration: float = 3.0, max_draft: int = 40) -> Adaptive:
-    return Adaptive(AUTO, AUTO, exploration, max_draft, AdaptiveInputs(costs, Learned.prior(costs), in_parallel))
+def policy(
+    costs: DraftingCosts = CHEAP,
+    *,
+    in_parallel: bool = False,
+    exploration: float = 3.0,
+    max_draft: int = 40,
+) -> Adaptive:
+    return Adaptive(
+        AUTO, AUTO, exploration, max_draft, AdaptiveInputs(costs, Learned.prior(costs), in_parallel)
+    )
 
 
 def draft(made: Adaptive, *tokens: dict[str, float], unverified: int = 0) -> int:
@@ -64,13 +75,17 @@ def draft(made: Adaptive, *tokens: dict[str, float], unverified: int = 0) -> int
 def scores(token: dict[str, float]) -> tuple[float, float]:
     """Those of a drafted token and of the one after it."""
     known = features(token["entropy"], token["top_prob"], token["prob"])
-    first, second = ((row[0] + sum(map(float.__mul__, row[1:], known))) for row in (adaptive._TOKEN, adaptive._FOLLOWING))
+    first, second = (
+        (row[0] + sum(map(float.__mul__, row[1:], known)))
+        for row in (adaptive._TOKEN, adaptive._FOLLOWING)
+    )
     return first, second
 
 
 @contextmanager
 def labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[float, list[tuple[float, bool]]]]:
-    """The scores and outcomes that each kind of prediction learns from, in order: by strength, 5 for tokens, 10 for others."""
+    """The scores and outcomes that each kind of prediction learns from, in order: by strength, 5
+    for tokens, 10 for others."""
     noted: dict[float, list[tuple[float, bool]]] = {5.0: [], 10.0: []}
     learn = Acceptance.learn
 
@@ -89,9 +104,12 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[float, list[tuple[f
 @pytest.mark.parametrize("costs", [(0.02, 0.01), (0.1, 0.02), (0.4, 0.1), (0.6, 0.05)])
 @pytest.mark.parametrize("in_parallel", [False, True])
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_it_stops_where_the_next_token_is_not_worth_its_cost(costs: tuple[float, float], in_parallel: bool, nodes: int) -> None:
+def test_it_stops_where_the_next_token_is_not_worth_its_cost(
+    costs: tuple[float, float], in_parallel: bool, nodes: int
+) -> None:
     made = policy(DraftingCosts(*costs), in_parallel=in_parallel)
-    learned, survival = made.learned, 1.0
+    learned = made.learned
+    survival = 1.0
     for number in range(50):
         learned.token.learn(4.0, number % 10 > 0)
     tokens = list(islice(cycle([SURE, SURE, UNSURE, SURE]), 60))
@@ -108,17 +126,21 @@ def test_it_stops_where_the_next_token_is_not_worth_its_cost(costs: tuple[float,
             break
     assert 0 < position < 40
     assert made.reason.startswith("gain ")
-    tokens_before, cost_before = learned.tokens, learned.cost
+    tokens_before = learned.tokens
+    cost_before = learned.cost
     made.observe(position, 0)
     if not in_parallel:
         assert learned.tokens == pytest.approx(0.97 * tokens_before + 1)
-        assert learned.cost == pytest.approx(0.97 * cost_before + 1 + position * (costs[0] + nodes * costs[1]))
+        assert learned.cost == pytest.approx(
+            0.97 * cost_before + 1 + position * (costs[0] + nodes * costs[1])
+        )
     short = policy(max_draft=3)
     assert (draft(short, *[SURE] * 9), short.reason) == (3, "limit 3")
 
 
 def test_useless_drafts_get_rare_and_return_when_they_are_accepted() -> None:
-    made, drafted = policy(DraftingCosts(0.4, 0.0), exploration=1000), list[int]()
+    made = policy(DraftingCosts(0.4, 0.0), exploration=1000)
+    drafted = list[int]()
     for _ in range(600):
         drafted.append(draft(made, LIKELY, LIKELY))
         assert drafted[-1] or made.reason.startswith("no draft: gain ")
@@ -134,28 +156,41 @@ def test_useless_drafts_get_rare_and_return_when_they_are_accepted() -> None:
 
 def test_drafting_pauses_after_losses() -> None:
     made = policy(DraftingCosts(0.4, 0.0), exploration=0.5)
-    lengths, reasons = [], []
+    lengths = []
+    reasons = []
     for _ in range(6):
         lengths.append(draft(made, LIKELY, LIKELY))
         reasons.append(made.reason)
         made.observe(lengths[-1], 0)
     assert [length > 0 for length in lengths] == [True, False, False, False, False, True]
-    assert reasons[1:5] == [*(f"no draft: paused, {left} more rounds" for left in (3, 2, 1)), "no draft: paused"]
+    assert reasons[1:5] == [
+        *(f"no draft: paused, {left} more rounds" for left in (3, 2, 1)),
+        "no draft: paused",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_guard_bounds_what_drafting_loses_whatever_is_accepted(seed: int) -> None:
-    rng, guard = Random(seed), DraftingGuard()
-    budget, share, loss, worst, rounds = rng.uniform(0.5, 6), rng.random(), 0.0, 0.0, 3000
+    rng = Random(seed)
+    guard = DraftingGuard()
+    budget = rng.uniform(0.5, 6)
+    share = rng.random()
+    loss = 0.0
+    worst = 0.0
+    rounds = 3000
     pauses = list[int]()
     for _ in range(rounds):
         if guard.pauses():
             continue
-        cost, tokens = rng.uniform(1, 4), 1 + 3 * (rng.random() < share)
-        loss, worst = loss + cost - tokens, max(worst, cost - tokens)
+        cost = rng.uniform(1, 4)
+        tokens = 1 + 3 * (rng.random() < share)
+        loss = loss + cost - tokens
+        worst = max(worst, cost - tokens)
         guard.count(cost, tokens, budget)
         pauses.append(guard.pause)
-    assert loss <= max(budget, worst) * (3 + math.log2(1 + rounds / SHORTEST_PAUSE) + rounds / LONGEST_PAUSE)
+    assert loss <= max(budget, worst) * (
+        3 + math.log2(1 + rounds / SHORTEST_PAUSE) + rounds / LONGEST_PAUSE
+    )
     assert {SHORTEST_PAUSE, *pauses} <= {2**power for power in range(2, 11)}
 
 
@@ -166,7 +201,9 @@ def test_only_much_that_was_gained_shortens_the_pause() -> None:
     guard.count(1, 5, 3.0)
     assert (guard.pause, guard.loss) == (8, 0), "a gain is not saved up for later losses"
     guard.count(6, 1, 3.0)
-    assert (guard.left, guard.pause, guard.loss) == (8, 16, 2), "a pause is paid for with the budget"
+    assert (guard.left, guard.pause, guard.loss) == (8, 16, 2), (
+        "a pause is paid for with the budget"
+    )
 
 
 def test_one_huge_loss_costs_one_pause() -> None:
@@ -178,25 +215,39 @@ def test_one_huge_loss_costs_one_pause() -> None:
     assert not guard.left
 
 
-@given(st.integers(0, 10**6), st.integers(0, 400), st.floats(0, 0.3), st.sampled_from([0.05, 0.2, 0.5]))
+@given(
+    st.integers(0, 10**6), st.integers(0, 400), st.floats(0, 0.3), st.sampled_from([0.05, 0.2, 0.5])
+)
 @settings(max_examples=30, deadline=None, derandomize=True)
-def test_after_useless_drafts_good_ones_are_found_again(seed: int, before: int, accepted: float, cost: float) -> None:
-    """A stretch of rounds in which little is accepted delays the first draft after it by at most a quarter of its length."""
-    rng, made = Random(seed), policy(DraftingCosts(cost, 0.03), exploration=6.0)
+def test_after_useless_drafts_good_ones_are_found_again(
+    seed: int, before: int, accepted: float, cost: float
+) -> None:
+    """A stretch of rounds in which little is accepted delays the first draft after it by at most a
+    quarter of its length."""
+    rng = Random(seed)
+    made = policy(DraftingCosts(cost, 0.03), exploration=6.0)
     drafted = list[int]()
     for number in range(before + 20 + before // 4):
         chance = accepted if number < before else 0.8
         drafted.append(draft(made, *[LIKELY] * 40))
-        made.observe(drafted[-1], next((position for position in range(drafted[-1]) if rng.random() > chance), drafted[-1]))
+        made.observe(
+            drafted[-1],
+            next(
+                (position for position in range(drafted[-1]) if rng.random() > chance), drafted[-1]
+            ),
+        )
     assert any(drafted[before:])
 
 
 def test_the_longest_pause_ends() -> None:
-    """From the worst state that rounds can lead to: the longest pause, nothing but lost drafts, no acceptance."""
+    """From the worst state that rounds can lead to: the longest pause, nothing but lost drafts, no
+    acceptance."""
     made = policy(DraftingCosts(0.4, 0.03), exploration=6.0)
     learned = made.learned
     learned.guard = DraftingGuard(loss=6.0, pause=LONGEST_PAUSE, left=LONGEST_PAUSE)
-    learned.gain, learned.drafts, learned.trust = -300.0, 33.0, 0.2
+    learned.gain = -300.0
+    learned.drafts = 33.0
+    learned.trust = 0.2
     learned.token.offset = learned.following.offset = -30.0
     drafted = list[int]()
     for _ in range(LONGEST_PAUSE + 400):
@@ -210,12 +261,14 @@ def test_the_longest_pause_ends() -> None:
 
 
 def test_acceptance_is_learned_from_all_tokens_and_faster_from_the_last() -> None:
-    rng, known = Random(1), Acceptance(5.0)
+    rng = Random(1)
+    known = Acceptance(5.0)
     for _ in range(2000):
         known.learn(1.0, rng.random() < 0.3)
     assert 0.1 < known.predict(1.0) < 0.5
     assert known.predict(3.0) > known.predict(1.0) > known.predict(-1.0)
-    before, offset = known.predict(1.0), known.offset
+    before = known.predict(1.0)
+    offset = known.offset
     for _ in range(15):
         known.learn(1.0, accepted=True)
     assert known.predict(1.0) > before + 0.15
@@ -223,7 +276,9 @@ def test_acceptance_is_learned_from_all_tokens_and_faster_from_the_last() -> Non
     assert Acceptance(5.0).predict(-800.0) == 0
 
 
-def test_in_pearl_pending_tokens_count_until_one_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_pearl_pending_tokens_count_until_one_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = policy(in_parallel=True)
     with labels(monkeypatch) as noted:
         assert draft(made, *[SURE] * 5) == 5
@@ -233,11 +288,15 @@ def test_in_pearl_pending_tokens_count_until_one_is_rejected(monkeypatch: pytest
         assert draft(made, SURE, SURE, unverified=4) == 2
         assert made._survival == pytest.approx(math.prod([*predictions, *made.predictions]))
         made.observe(5, 5)
-        assert [len(each) for each in noted.values()] == [6, 5], "the second draft begins after a drafted token"
+        assert [len(each) for each in noted.values()] == [6, 5], (
+            "the second draft begins after a drafted token"
+        )
         assert draft(made, SURE, SURE, SURE, unverified=1) == 3
         made.observe(2, 1)
         assert draft(made, SURE) == 1
-        assert made._survival == made.predictions[0], "nothing is left of the tokens after the rejected one"
+        assert made._survival == made.predictions[0], (
+            "nothing is left of the tokens after the rejected one"
+        )
         made.observe(1, 1)
         tokens = made.learned.tokens
         made.observe(2, 2)  # a pass beside no draft: the target's own token follows
@@ -258,9 +317,14 @@ def test_costs_of_measured_rounds_are_in_passes_over_one_token() -> None:
     def table(points: dict[int, float]) -> CostTable:
         return CostTable({100: Curve(points)})
 
-    rounds = RoundCosts(table({0: 0, 1: 0.002, 4: 0.006, 8: 0.012}), table({1: 0.010, 5: 0.014, 9: 0.018}), signal_cost=0.0005)
+    rounds = RoundCosts(
+        table({0: 0, 1: 0.002, 4: 0.006, 8: 0.012}),
+        table({1: 0.010, 5: 0.014, 9: 0.018}),
+        signal_cost=0.0005,
+    )
     costs = DraftingCosts.of_rounds(rounds, 100)
-    assert (costs.draft, costs.verify) == pytest.approx((0.2, 0.1))  # six tokens take 0.009 s, and 0.0005 s each for signals
+    # six tokens take 0.009 s, and 0.0005 s each for signals
+    assert (costs.draft, costs.verify) == pytest.approx((0.2, 0.1))
     assert costs.of_draft(2, 4) == pytest.approx(0.8)
     assert costs.with_values(0.5, None).of_draft(2, 4) == pytest.approx(1.4)
     assert costs.with_values(None, 0.01).of_draft(2, 4) == pytest.approx(0.44)
@@ -278,26 +342,35 @@ def test_costs_of_measured_rounds_are_in_passes_over_one_token() -> None:
 def test_costs_are_learned_from_the_times_of_rounds(
     draft_cost: float, verify_cost: float, single: float, verify_start: float
 ) -> None:
-    """With noise, and now and then a round that is ten times as slow. A run of one draft length learns the sum of both."""
-    rng, wanted = Random(0), DraftingCosts(draft_cost, verify_cost, verify_start=verify_start)
+    """With noise, and now and then a round that is ten times as slow. A run of one draft length
+    learns the sum of both."""
+    rng = Random(0)
+    wanted = DraftingCosts(draft_cost, verify_cost, verify_start=verify_start)
     for lengths in (range(9), (4,)):
         timed = LearnedCosts(DraftingCosts(0.15, 0.03))
         for _ in range(300):
             tokens = rng.choice(lengths)
             slow = single * rng.uniform(0.9, 1.1) * (10 if rng.random() < 0.02 else 1)
-            timed.add(tokens, slow * draft_cost * tokens, tokens, slow * (1 + wanted.of_draft(0, tokens)))
+            timed.add(
+                tokens, slow * draft_cost * tokens, tokens, slow * (1 + wanted.of_draft(0, tokens))
+            )
         if len(lengths) > 1:
             assert timed.costs.draft == pytest.approx(draft_cost, rel=0.2, abs=0.02)
             assert timed.costs.verify == pytest.approx(verify_cost, abs=0.04)
             assert timed.costs.verify_start == pytest.approx(verify_start, abs=0.1)
             assert not timed.costs.differs(wanted, 2.0) or wanted.of_draft(1, 1) < 0.05
         else:
-            assert timed.costs.verify == pytest.approx(timed.guess.verify, abs=0.005), "passes of one width have no slope"
-        assert timed.costs.differs(timed.guess, 1.5) == (not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27)
+            assert timed.costs.verify == pytest.approx(timed.guess.verify, abs=0.005), (
+                "passes of one width have no slope"
+            )
+        assert timed.costs.differs(timed.guess, 1.5) == (
+            not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27
+        )
 
 
 def test_stalled_passes_leave_the_unit_what_it_is() -> None:
-    """Fifteen rounds of 3 ms, of which one took 12 ms: passes with drafts first, then plain ones."""
+    """Fifteen rounds of 3 ms, of which one took 12 ms: passes with drafts first, then plain
+    ones."""
     timed = LearnedCosts(DraftingCosts(0.15, 0.03))
     for tokens, passes in ((4, 1.1), (4, 1.1), (5, 4.0), *[(0, 1.0)] * 12):
         timed.add(tokens, tokens * 4.5e-4, tokens, passes * 3e-3)
@@ -309,22 +382,36 @@ def test_stalled_passes_leave_the_unit_what_it_is() -> None:
 TIMES = st.one_of(st.floats(), st.sampled_from([0.0, 1e-9, 3e-3, 1.0, 3600.0]))
 
 
-@given(st.lists(st.tuples(st.integers(0, 12), TIMES, TIMES), max_size=100), st.sampled_from(GUESSES))
+@given(
+    st.lists(st.tuples(st.integers(0, 12), TIMES, TIMES), max_size=100), st.sampled_from(GUESSES)
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_learned_costs_stay_within_what_was_seen(rounds: list[tuple[int, float, float]], guess: DraftingCosts) -> None:
-    timed, seen = LearnedCosts(guess), list[tuple[float, float]]()
+def test_learned_costs_stay_within_what_was_seen(
+    rounds: list[tuple[int, float, float]], guess: DraftingCosts
+) -> None:
+    timed = LearnedCosts(guess)
+    seen = list[tuple[float, float]]()
     for tokens, drafting, verification in rounds:
         timed.add(tokens if guess.draft else 0, drafting, tokens, verification)
-        assert all(0 <= cost <= most for cost, most in zip(astuple(timed.costs), astuple(_MOST), strict=True))
+        assert all(
+            0 <= cost <= most
+            for cost, most in zip(astuple(timed.costs), astuple(_MOST), strict=True)
+        )
         if 1e-9 < verification < 1e9:
-            seen = [*seen, (verification / (1 + _MOST.of_draft(0, tokens)), verification)][-_LAST_PASSES:]
+            seen = [*seen, (verification / (1 + _MOST.of_draft(0, tokens)), verification)][
+                -_LAST_PASSES:
+            ]
     if seen:
-        shortest, longest = min(least for least, _ in seen), max(most for _, most in seen)
-        assert shortest * 0.999 <= timed._verification()[0] <= longest * 1.05, "the guess counts a little too"
+        shortest = min(least for least, _ in seen)
+        longest = max(most for _, most in seen)
+        assert shortest * 0.999 <= timed._verification()[0] <= longest * 1.05, (
+            "the guess counts a little too"
+        )
 
 
 def disturbed(rng: Random, seconds: float, share: float) -> float:
-    """What a clock shows for these seconds, if a `share` of times is one of a stall, or of a clock that stands or is set."""
+    """What a clock shows for these seconds, if a `share` of times is one of a stall, or of a clock
+    that stands or is set."""
     if rng.random() > share:
         return seconds
     return rng.choice([0.0, -1.0, seconds + 1, seconds + 60, seconds + 3600, math.inf, math.nan])
@@ -342,25 +429,36 @@ def test_drafting_is_back_soon_after_any_stalls(
 ) -> None:
     """Passes take 3 ms, and four of five tokens are accepted."""
     guess, draft_cost, start = machine
-    rng, wanted = Random(seed), DraftingCosts(draft_cost, 0.03, start)
-    made = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess)))
+    rng = Random(seed)
+    wanted = DraftingCosts(draft_cost, 0.03, start)
+    made = Adaptive(
+        AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess))
+    )
     drafted = list[int]()
     for number in range(before + 20):
         count = draft(made, *[LIKELY] * 40)
-        made.observe(count, next((position for position in range(count) if rng.random() > 0.8), count))
-        drafting, verification = 3e-3 * wanted.of_draft(count, 0), 3e-3 * (1 + wanted.of_draft(0, count))
+        made.observe(
+            count, next((position for position in range(count) if rng.random() > 0.8), count)
+        )
+        drafting = 3e-3 * wanted.of_draft(count, 0)
+        verification = 3e-3 * (1 + wanted.of_draft(0, count))
         if number < before:
-            drafting, verification = disturbed(rng, drafting, share), disturbed(rng, verification, share)
+            drafting = disturbed(rng, drafting, share)
+            verification = disturbed(rng, verification, share)
         made.observe_seconds(count, drafting, count, verification)
         drafted.append(count)
     assert any(drafted[before:])
 
 
-@pytest.mark.parametrize(("seconds", "pauses"), [(2.0, [16, 32, 64, 128]), (9.0, [16, 16, 16, 16]), (0.1, [])])
+@pytest.mark.parametrize(
+    ("seconds", "pauses"), [(2.0, [16, 32, 64, 128]), (9.0, [16, 16, 16, 16]), (0.1, [])]
+)
 def test_costs_that_forbid_drafts_are_tried_again(seconds: float, pauses: list[int]) -> None:
-    """A drafted token that takes two passes is tried ever more rarely; one that takes nine has met a stall and says little."""
+    """A drafted token that takes two passes is tried ever more rarely; one that takes nine has met
+    a stall and says little."""
     timed = LearnedCosts(GUESSES[0])
-    found, idle = list[int](), 0
+    found = list[int]()
+    idle = 0
     for _ in range(400):
         drafts = timed.costs.of_further(1, 1) < 1
         if drafts and idle > 1:
@@ -371,10 +469,15 @@ def test_costs_that_forbid_drafts_are_tried_again(seconds: float, pauses: list[i
     assert bool(found) == bool(pauses)
 
 
-@pytest.mark.parametrize("machine", [(GUESSES[0], 0.05), (GUESSES[2], 0.0)], ids=["model", "lookup"])
-def test_a_cheap_trial_replaces_what_was_learned_before(machine: tuple[DraftingCosts, float]) -> None:
+@pytest.mark.parametrize(
+    "machine", [(GUESSES[0], 0.05), (GUESSES[2], 0.0)], ids=["model", "lookup"]
+)
+def test_a_cheap_trial_replaces_what_was_learned_before(
+    machine: tuple[DraftingCosts, float],
+) -> None:
     guess, draft_cost = machine
-    timed, levels = LearnedCosts(guess), 2 if guess.draft else 0
+    timed = LearnedCosts(guess)
+    levels = 2 if guess.draft else 0
     for tokens in (1, 8, 0) * 14:
         timed.add(tokens if levels else 0, 9.0 * tokens, tokens, 1.0 + tokens)
     assert timed.costs.of_further(1, 1) > 0.9
@@ -385,7 +488,9 @@ def test_a_cheap_trial_replaces_what_was_learned_before(machine: tuple[DraftingC
 
 
 def test_costs_change_within_a_run_unless_they_are_given() -> None:
-    made = Adaptive(AUTO, 0.5, 3.0, 40, AdaptiveInputs(CHEAP, Learned.prior(CHEAP), timed=LearnedCosts(CHEAP)))
+    made = Adaptive(
+        AUTO, 0.5, 3.0, 40, AdaptiveInputs(CHEAP, Learned.prior(CHEAP), timed=LearnedCosts(CHEAP))
+    )
     for _ in range(50):
         made.observe_seconds(2, 2.0, 2, 1.0)
     assert made._costs.draft > 0.5
@@ -393,11 +498,19 @@ def test_costs_change_within_a_run_unless_they_are_given() -> None:
 
 
 @pytest.mark.parametrize(("accepted", "most"), [(0.3, 1.08), (0.5, 1.08), (0.9, 0.71)])
-def test_drafts_for_a_mixture_of_experts_are_made_where_they_pay(accepted: float, most: float) -> None:
-    """Of 64 experts a token needs 8, which take 80 % of the target's time. The cost per output token is at most `most`."""
-    rng, guess = Random(0), DraftingCosts(0.15, 0.03)
-    made = Adaptive(AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess)))
-    chance, cost, tokens = math.log(accepted / (1 - accepted)), 0.0, 0
+def test_drafts_for_a_mixture_of_experts_are_made_where_they_pay(
+    accepted: float, most: float
+) -> None:
+    """Of 64 experts a token needs 8, which take 80 % of the target's time. The cost per output
+    token is at most `most`."""
+    rng = Random(0)
+    guess = DraftingCosts(0.15, 0.03)
+    made = Adaptive(
+        AUTO, AUTO, 6.0, 40, AdaptiveInputs(guess, Learned.prior(guess), timed=LearnedCosts(guess))
+    )
+    chance = math.log(accepted / (1 - accepted))
+    cost = 0.0
+    tokens = 0
     for _ in range(1500):
         prob = min(max(1 / (1 + math.exp(-rng.gauss(chance, 1))), 0.02), 0.99)
         count = draft(made, *[{"entropy": 1.5 * (1 - prob), "top_prob": prob, "prob": prob}] * 40)
@@ -405,7 +518,8 @@ def test_drafts_for_a_mixture_of_experts_are_made_where_they_pay(accepted: float
         seconds = 0.2 + 0.1 * 64 * (1 - (1 - 8 / 64) ** (count + 1))
         made.observe(count, correct)
         made.observe_seconds(count, 0.1 * count, count, seconds)
-        cost, tokens = cost + seconds + 0.1 * count, tokens + correct + 1
+        cost = cost + seconds + 0.1 * count
+        tokens = tokens + correct + 1
     assert cost / tokens < most
 
 
@@ -419,7 +533,8 @@ def lengths(rounds: Sequence[Round]) -> list[int]:
 def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The same seed gives the same tokens, whatever was learned meanwhile, and in a later process."""
+    """The same seed gives the same tokens, whatever was learned meanwhile, and in a later
+    process."""
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(LearnedCosts, "spread", 1.0)  # as on a quiet machine
     shared = pair_of("llama", "near")
@@ -434,12 +549,20 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
         before = timed.rounds
         first.generate(PROMPT, "adaptive", sampling)
         assert timed.rounds > before
-    own = knowledge(first).inputs(case_of(first, first.request(PROMPT, "adaptive", seeded)), None).learned
-    assert not any(own is shared for shared in knowledge(first)._learned.values()), "seeded runs share nothing"
+    own = (
+        knowledge(first)
+        .inputs(case_of(first, first.request(PROMPT, "adaptive", seeded)), None)
+        .learned
+    )
+    assert not any(own is shared for shared in knowledge(first)._learned.values()), (
+        "seeded runs share nothing"
+    )
     assert len(knowledge(first)._learned) == 2
     timed.costs = DraftingCosts(9.0, 9.0)
     outputs.append(first.generate(PROMPT, "adaptive", seeded))
-    assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], "costs hold for all settings"
+    assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], (
+        "costs hold for all settings"
+    )
     timed.costs = DraftingCosts(9.0, 9.0)
     first.close()
     later = pair_of_models(shared.target, shared.draft)
@@ -447,11 +570,15 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert lengths(outputs[0].rounds) == lengths(outputs[1].rounds) == lengths(outputs[2].rounds)
     last = pair_of_models(shared.target, None)
-    assert knowledge(last).inputs(case_of(last, last.request(PROMPT, "lookup")), None).costs.draft == 0
+    assert (
+        knowledge(last).inputs(case_of(last, last.request(PROMPT, "lookup")), None).costs.draft == 0
+    )
     again = pair_of_models(shared.target, shared.draft)
     costs = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive")), None).costs
     assert costs.draft > 1, "what differs much is stored when the pair is closed"
-    given = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive", verify_cost=0.5)), None)
+    given = knowledge(again).inputs(
+        case_of(again, again.request(PROMPT, "adaptive", verify_cost=0.5)), None
+    )
     assert (given.costs.verify, given.costs.draft) == (0.5, costs.draft)
 
 
@@ -459,10 +586,12 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
 
 
 def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
-    """The score of the likeliest token of each level up to the first rejected one, and whether a token of it was accepted."""
+    """The score of the likeliest token of each level up to the first rejected one, and whether a
+    token of it was accepted."""
     found = []
     for round_ in rounds:
-        draft, path = round_.draft, round_.verdict.path
+        draft = round_.draft
+        path = round_.verdict.path
         depths = [0]
         for parent in draft.parents:
             depths.append(depths[parent + 1] + 1)
@@ -471,9 +600,12 @@ def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
             accepted = any(node in path for node in nodes)
             if not accepted and (len(path) < level - 1 or round_.verdict.source != "correction"):
                 continue
-            entropy, top_prob = draft.entropies[nodes[0]], draft.top_probs[nodes[0]]
+            entropy = draft.entropies[nodes[0]]
+            top_prob = draft.top_probs[nodes[0]]
             assert accepted or TokenStatus.REJECTED in round_.statuses
-            found.append((scores({"entropy": entropy, "top_prob": top_prob, "prob": top_prob})[0], accepted))
+            found.append(
+                (scores({"entropy": entropy, "top_prob": top_prob, "prob": top_prob})[0], accepted)
+            )
     return found
 
 
@@ -495,22 +627,33 @@ def _ends_at_random(rng: Random, *_: int) -> bool:
 def test_each_judged_token_of_a_run_is_learned_once(
     method: str, options: dict[str, object], window: Window | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own score and outcome, in order, also where drafts are cut when the target's pass ends."""
-    given_ = {**options, "verify_cost": 0.02, **({"policy": "adaptive"} if method == "pearl" else {"draft_cost": 0.05})}
+    """With its own score and outcome, in order, also where drafts are cut when the target's pass
+    ends."""
+    given_ = {
+        **options,
+        "verify_cost": 0.02,
+        **({"policy": "adaptive"} if method == "pearl" else {"draft_cost": 0.05}),
+    }
     for seed in range(4):
-        target, model = TableRunner(seed), TableRunner(seed + 1)
+        target = TableRunner(seed)
+        model = TableRunner(seed + 1)
         same = torch.rand(6, 6, 1, generator=torch.Generator().manual_seed(seed)) < 0.7
         model.table = torch.where(same, target.table, model.table)
         worker: Any = DraftWorker.in_this_process(model)  # type: ignore[arg-type]
         with closing(worker), labels(monkeypatch) as learned:
-            run = scripted_run(method, given_, target, model, SamplingParams(max_new_tokens=40), worker=worker)
+            run = scripted_run(
+                method, given_, target, model, SamplingParams(max_new_tokens=40), worker=worker
+            )
             if window is not None:
                 assert isinstance(run.schedule, Parallel)
                 run.schedule = replace(run.schedule, window=window)
-                worker.ready()._server.show = partial(_ends_at_random, Random(seed))  # as if the target's pass had ended
+                # as if the target's pass had ended
+                worker.ready()._server.show = partial(_ends_at_random, Random(seed))
             rounds = list(run.rounds())
         found = judged(rounds)
-        assert [score for score, _ in learned[5.0]] == pytest.approx([score for score, _ in found], abs=1e-3)
+        assert [score for score, _ in learned[5.0]] == pytest.approx(
+            [score for score, _ in found], abs=1e-3
+        )
         assert [accepted for _, accepted in learned[5.0]] == [accepted for _, accepted in found]
         if window is None:  # how long a flexible window's drafts are depends on the machine
             assert len(learned[5.0]) > 20

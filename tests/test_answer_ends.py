@@ -1,5 +1,5 @@
-"""Where an answer ends: at the special token or text that the user, the chat template or the generation config names; and that
-no character is shown in parts."""
+"""Where an answer ends: at the special token or text that the user, the chat template or the
+generation config names; and that no character is shown in parts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A target and its near copy, whose configs name an end-of-sequence token that the model never writes."""
+    """A target and its near copy, whose configs name an end-of-sequence token that the model never
+    writes."""
     folder = tmp_path_factory.mktemp("ends")
     model = make_model("llama")
     tokenizer = make_tokenizer(LETTERS)
     tokenizer.add_special_tokens({"additional_special_tokens": [CLOSING]})
     tokenizer.chat_template = TEMPLATE
     model.generation_config.eos_token_id = model.config.eos_token_id = 0
-    return save(model, folder / "target", tokenizer), save(near_copy(model), folder / "draft", tokenizer)
+    return save(model, folder / "target", tokenizer), save(
+        near_copy(model), folder / "draft", tokenizer
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +47,31 @@ def ends(folders: tuple[str, str]) -> Pair:
 
 
 @pytest.mark.parametrize("method", ["ar", "sd", "lookup"])
-def test_an_answer_ends_at_the_special_token_with_which_the_template_closes_a_turn(ends: Pair, method: str) -> None:
+def test_an_answer_ends_at_the_special_token_with_which_the_template_closes_a_turn(
+    ends: Pair, method: str
+) -> None:
     """Though no config names it, as in fine-tunes that keep the ids of their base model."""
     assert ends.tokenizer.turn_end == CLOSING
     answer = ends.generate(MESSAGES, method, max_new_tokens=12)
-    assert (answer.text, len(answer.token_ids), answer.summary["finish_reason"]) == ("L6L", 4, "stop")
-    assert len(ends.generate("hello", method, max_new_tokens=12).token_ids) == 12, "a text has no turns"
+    assert (answer.text, len(answer.token_ids), answer.summary["finish_reason"]) == (
+        "L6L",
+        4,
+        "stop",
+    )
+    assert len(ends.generate("hello", method, max_new_tokens=12).token_ids) == 12, (
+        "a text has no turns"
+    )
     assert len(ends.generate(MESSAGES, method, max_new_tokens=12, ignore_eos=True).token_ids) == 12
 
 
 def test_a_stop_string_may_be_the_text_of_a_special_token(ends: Pair) -> None:
     for written in (CLOSING, f" {CLOSING}\n"):
         answer = ends.generate("hello", "lookup", max_new_tokens=12, stop=["never", written])
-        assert (answer.text, len(answer.token_ids), answer.summary["finish_reason"]) == ("L6L", 4, "stop")
+        assert (answer.text, len(answer.token_ids), answer.summary["finish_reason"]) == (
+            "L6L",
+            4,
+            "stop",
+        )
     assert ends.tokenizer.special_id("L") is None, "an ordinary token is found in the text"
 
 
@@ -75,11 +90,15 @@ def test_a_stop_string_may_be_the_text_of_a_special_token(ends: Pair) -> None:
 def test_a_stop_string_may_mix_a_special_token_with_other_text(
     ends: Pair, folders: tuple[str, str], method: str, stop: list[str], text: str, tokens: int
 ) -> None:
-    """The text of `generate`, of Python and of the trace end before it, and special tokens stay without text."""
+    """The text of `generate`, of Python and of the trace end before it, and special tokens stay
+    without text."""
     answer = ends.generate("hello", method, max_new_tokens=12, stop=stop)
     assert (answer.text, len(answer.token_ids)) == (text, tokens)
     assert answer.summary["finish_reason"] == ("length" if tokens == 12 else "stop")
-    shown = AnswerText(ends.tokenizer.detokenizer(ends.tokenizer.encode("hello")), StopStrings.of(stop, ends.tokenizer))
+    shown = AnswerText(
+        ends.tokenizer.detokenizer(ends.tokenizer.encode("hello")),
+        StopStrings.of(stop, ends.tokenizer),
+    )
     pieces = [piece.text for round_ in answer.rounds for piece in shown.add(round_)]
     pieces += [piece.text for piece in shown.finish()]
     assert ("".join(pieces), shown.text) == (text, text)
@@ -99,12 +118,21 @@ def test_stop_strings_of_the_generation_config_end_an_answer_before_them(
         (tmp_path / file.name).symlink_to(file)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "stop_strings": strings}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({**settings, "stop_strings": strings})
+    )
     models = ["-t", str(tmp_path), "-d", folders[1], "--device", "cpu", "--dtype", "float32"]
     for more in ([], ["--chat"]):
-        code, out, _ = run_main(monkeypatch, capfd, "generate", *models, *more, "-n", "12", "--json", "hello")
+        code, out, _ = run_main(
+            monkeypatch, capfd, "generate", *models, *more, "-n", "12", "--json", "hello"
+        )
         summary = parsed(out)[-1]
-        assert (code, summary["text"], summary["finish_reason"], summary["new_tokens"]) == (0, "L", "stop", 3)
+        assert (code, summary["text"], summary["finish_reason"], summary["new_tokens"]) == (
+            0,
+            "L",
+            "stop",
+            3,
+        )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello"}\n')
     methods = "ar,lookup,transformers,transformers-assisted"
@@ -117,7 +145,9 @@ def test_stop_strings_of_the_generation_config_end_an_answer_before_them(
 
 @pytest.mark.parametrize("kind", ["first", "prepend", "gemma"])
 @pytest.mark.parametrize("prompt", ["a😀", "😀😀", "日本語 😀", "👩‍👩‍👧 é", ""])
-def test_a_tokenizer_with_bytes_for_characters_shows_whole_ones_after_others(tmp_path: Path, kind: str, prompt: str) -> None:
+def test_a_tokenizer_with_bytes_for_characters_shows_whole_ones_after_others(
+    tmp_path: Path, kind: str, prompt: str
+) -> None:
     """Also where the prompt ends in what the model repeats; `--stop` finds such a character."""
     tokenizer = load(write(tmp_path, metaspace(kind), None, {"model_type": "llama"}))
     before = tokenizer.encode(prompt)
@@ -130,4 +160,6 @@ def test_a_tokenizer_with_bytes_for_characters_shows_whole_ones_after_others(tmp
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     stops = StopTexts.of(["語"], tokenizer, before)
     assert stops is not None
-    assert [stops.completed_by(token) for token in ids].index(True) == len(tokenizer.encode_after("a", said[:6])) - 1
+    assert [stops.completed_by(token) for token in ids].index(True) == len(
+        tokenizer.encode_after("a", said[:6])
+    ) - 1

@@ -1,4 +1,5 @@
-"""`--device auto-map`: the plan for invented devices, filled in their order, and a model whose layers are on several of them."""
+"""`--device auto-map`: the plan for invented devices, filled in their order, and a model whose
+layers are on several of them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ from specgen.engine.spread.placement import ModelMemory, Room, model_memory, pla
 from specgen.engine.transformers.loading import module_devices
 from specgen.tune.pair_inspection import model_facts
 
-GIB, MIB, OVERHEAD = 1 << 30, 1 << 20, 1 << 29  # the last per GPU
+# the last per GPU
+GIB = 1 << 30
+MIB = 1 << 20
+OVERHEAD = 1 << 29
 FLOAT32 = DtypeChoice(torch.float32, "")
 TARGET = ModelSource(str(demo.folder("target")))
 PROMPT = "def add(a, b):\n"
@@ -42,7 +46,13 @@ def rooms_of(*gib: float, cpu: float = 0.0) -> list[Room]:
 
 
 def model(
-    layers: int, layer: float, table: float = 1.0, *, tied: bool = False, cache: float = 0.03, working: float = 0.9
+    layers: int,
+    layer: float,
+    table: float = 1.0,
+    *,
+    tied: bool = False,
+    cache: float = 0.03,
+    working: float = 0.9,
 ) -> ModelMemory:
     """A model with equal layers; all sizes in GiB. `cache` is for one layer."""
     sizes = [int(each * GIB) for each in (layer, table, cache, working)]
@@ -66,23 +76,35 @@ EIGHT_B = model(32, 0.41)  # 15 GiB
     ],
 )
 def test_devices_are_filled_in_their_order(
-    rooms: list[Room], of: ModelMemory, draft: int, expected: dict[str, range] | None, draft_device: str | None
+    rooms: list[Room],
+    of: ModelMemory,
+    draft: int,
+    expected: dict[str, range] | None,
+    draft_device: str | None,
 ) -> None:
     found = plan(rooms, of, 8192, draft * GIB)
-    assert (None if found is None else {str(stage.device): stage.layers for stage in found.stages}) == expected
+    assert (
+        None if found is None else {str(stage.device): stage.layers for stage in found.stages}
+    ) == expected
     if found is not None and expected is not None:
         assert found.draft_device == (None if draft_device is None else torch.device(draft_device))
-        assert (found.layer_devices is None) == (sum(bool(layers) for layers in expected.values()) == 1)
+        assert (found.layer_devices is None) == (
+            sum(bool(layers) for layers in expected.values()) == 1
+        )
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.floats(1, 40), min_size=1, max_size=4),
     st.just(0) | st.floats(1, 60),
-    st.tuples(st.integers(1, 50), st.floats(0.05, 1), st.floats(0, 2), st.booleans(), st.floats(0, 0.2)),
+    st.tuples(
+        st.integers(1, 50), st.floats(0.05, 1), st.floats(0, 2), st.booleans(), st.floats(0, 0.2)
+    ),
     st.just(0) | st.integers(GIB // 10, 9 * GIB),
 )
-def test_every_plan_is_valid(free: list[float], host: float, sizes: tuple[int, float, float, bool, float], draft: int) -> None:
+def test_every_plan_is_valid(
+    free: list[float], host: float, sizes: tuple[int, float, float, bool, float], draft: int
+) -> None:
     rooms = rooms_of(*free, cpu=host)
     layers, layer, table, tied, cache = sizes
     of = model(layers, layer, table, tied=tied, cache=cache, working=0.5)
@@ -90,15 +112,20 @@ def test_every_plan_is_valid(free: list[float], host: float, sizes: tuple[int, f
     if found is None:
         usable = sum(max(0, room.free - of.working - OVERHEAD) for room in rooms)
         wasted = len(rooms) * (of.layers[0] + of.cache + of.embedding + of.head + draft)
-        assert usable < of.weights + layers * of.cache + of.working + draft + wasted, "the memory in sum is short or nearly so"
+        assert usable < of.weights + layers * of.cache + of.working + draft + wasted, (
+            "the memory in sum is short or nearly so"
+        )
         return
-    assert [index for stage in found.stages for index in stage.layers] == list(range(layers)), "all of them, once, in order"
+    assert [index for stage in found.stages for index in stage.layers] == list(range(layers)), (
+        "all of them, once, in order"
+    )
     with_layers = [stage for stage in found.stages if stage.layers]
     for stage in found.stages:
         assert 0 <= stage.left <= stage.free == dict(rooms)[stage.device]
     for stage in with_layers:
         ends = of.embedding * (stage is with_layers[0]) + of.head * (stage is with_layers[-1])
-        ends = max(of.embedding, of.head) if tied and len(with_layers) == 1 else ends  # on two devices, each has a copy
+        # on two devices, each has a copy
+        ends = max(of.embedding, of.head) if tied and len(with_layers) == 1 else ends
         assert stage.weight_bytes == sum(of.layers[index] for index in stage.layers) + ends
     assert sum(stage.draft_bytes for stage in found.stages) == draft
     assert found.device == with_layers[-1].device
@@ -123,7 +150,8 @@ def test_the_planned_bytes_are_those_of_the_files() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
-    """The devices that a plan is made for, in a list that a test fills. The bundled target takes 11 MiB and 12 MiB of cache."""
+    """The devices that a plan is made for, in a list that a test fills. The bundled target takes 11
+    MiB and 12 MiB of cache."""
     rooms: list[Room] = []
     monkeypatch.setattr(placement, "_OVERHEAD", 0)
     monkeypatch.setattr(placement, "_pass_bytes", lambda *_: MIB)
@@ -133,24 +161,39 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
 
 def test_a_target_on_two_devices_generates_what_one_does(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
-    with specgen.load(device="cpu", dtype="float32") as single, specgen.load(device="auto-map", dtype="float32") as pair:
+    with (
+        specgen.load(device="cpu", dtype="float32") as single,
+        specgen.load(device="auto-map", dtype="float32") as pair,
+    ):
         assert pair.target.layer_devices == [OTHER] * 7 + [CPU] * 5
         assert pair.target.device_label == "7 layers on cpu:0, 5 layers on cpu"
         for name in ("ar", "svip", "eesd-tree", "glide"):
-            found, expected = (each.generate(PROMPT, method=name, sampling=GREEDY).token_ids for each in (pair, single))
+            found, expected = (
+                each.generate(PROMPT, method=name, sampling=GREEDY).token_ids
+                for each in (pair, single)
+            )
             assert found == expected, name
 
 
 def test_inspect_shows_the_plan(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
-    models = ["--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")), "--device", "auto-map"]
+    models = [
+        "--target",
+        str(demo.folder("target")),
+        "--draft",
+        str(demo.folder("draft")),
+        "--device",
+        "auto-map",
+    ]
     shown = CliRunner().invoke(app, ["inspect", *models], env={"COLUMNS": "200"}).stdout
     assert "cpu: layers 7 to 11; " in shown
     report = json.loads(CliRunner().invoke(app, ["inspect", *models, "--json"]).stdout)["placement"]
     assert [each["layers"] for each in report["devices"]] == [[0, 6], [7, 11]]
     assert sum(each["draft_bytes"] > 0 for each in report["devices"]) == 1
     for each in report["devices"]:
-        used = sum(each[name] for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes"))
+        used = sum(
+            each[name] for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes")
+        )
         assert 0 < used <= each["free_bytes"] == 16 * MIB
 
 
@@ -158,30 +201,48 @@ def test_what_cannot_be_placed_is_said_in_a_line(machine: list[Room]) -> None:
     machine += [Room(OTHER, 5 * MIB), Room(CPU, 6 * MIB)]
     found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map"])
     assert (found.exit_code, found.stdout, found.stderr.count("\n")) == (1, "", 1)
-    for part in ("11.2 MiB of weights", "12.0 MiB of cache for 1,024 tokens", "cpu:0 5.0 MiB", "cpu 6.0 MiB", "--context N"):
+    for part in (
+        "11.2 MiB of weights",
+        "12.0 MiB of cache for 1,024 tokens",
+        "cpu:0 5.0 MiB",
+        "cpu 6.0 MiB",
+        "--context N",
+    ):
         assert part in found.stderr
     machine[:] = [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map", "--exact"])
     assert (found.exit_code, found.stdout) == (2, "")
-    assert "--exact is for the CPU and for one CUDA device, and demo/target needs several devices" in found.stderr
+    assert (
+        "--exact is for the CPU and for one CUDA device, and demo/target needs several devices"
+        in found.stderr
+    )
     with pytest.raises(SpecgenError, match="the draft model runs on one device"):
         pick_draft_device("auto-map", "auto", CPU)
     assert place("auto", [], [], None) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_every_module_of_transformers_has_a_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers have theirs, what comes before them the first one's, what comes after them the last one's."""
+def test_every_module_of_transformers_has_a_device(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers have theirs, what comes before them the first one's, what comes after them the
+    last one's."""
     module = make_model(family, tie_word_embeddings=False)
     devices = [torch.device("cuda", index) for index in range(module.config.num_hidden_layers)]
     found = module_devices(module, "m", devices)
     for weight, _ in module.named_parameters():
         assert any(weight.startswith(f"{name}.") for name in found), weight
-    assert [device for name, device in found.items() if name.rsplit(".", 1)[-1].isdigit()] == devices
+    assert [
+        device for name, device in found.items() if name.rsplit(".", 1)[-1].isdigit()
+    ] == devices
     names = {part: name for name, part in module.named_modules()}
-    head, table = names[module.get_output_embeddings()], names[module.get_input_embeddings()]
+    head = names[module.get_output_embeddings()]
+    table = names[module.get_input_embeddings()]
     assert (found[head], found[table]) == (devices[-1], devices[0])
-    assert module_devices(make_model(family, tie_word_embeddings=True), "m", devices)[head] == devices[0]
+    assert (
+        module_devices(make_model(family, tie_word_embeddings=True), "m", devices)[head]
+        == devices[0]
+    )
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(SpecgenError, match=r"pip install -e .*multi-gpu"):
         module_devices(module, "m", devices)
@@ -189,7 +250,9 @@ def test_every_module_of_transformers_has_a_device(family: str, monkeypatch: pyt
 
 @on_gpu
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_a_target_on_a_gpu_and_the_cpu_generates_what_one_does(machine: list[Room], backend: str) -> None:
+def test_a_target_on_a_gpu_and_the_cpu_generates_what_one_does(
+    machine: list[Room], backend: str
+) -> None:
     """Every kind of method on real devices: the GPU is said to have little memory."""
     gpu = torch.device("cuda", 0)
     machine += [Room(gpu, (16 if backend == "native" else 24) * MIB), Room(CPU, 4000 * MIB)]

@@ -1,4 +1,5 @@
-"""Passes over several sequences at once, on both backends: padding, windows, caches that lose sequences, freed weights."""
+"""Passes over several sequences at once, on both backends: padding, windows, caches that lose
+sequences, freed weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LENGTH = max(LENGTHS)
 
 
 def padded(ids: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The positions [batch, n] of left-padded sequences, and which tokens see which [batch, n, n]."""
+    """The positions [batch, n] of left-padded sequences, and which tokens see which [batch, n,
+    n]."""
     columns = torch.arange(ids.shape[1])
     padding = torch.tensor([ids.shape[1] - length for length in lengths])[:, None]
     causal = columns[:, None] >= columns
@@ -29,15 +31,27 @@ def random_ids(*shape: int) -> torch.Tensor:
     return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(5))
 
 
-def passed(model: Model, ids: torch.Tensor, lengths: tuple[int, ...], steps: list[int]) -> list[torch.Tensor]:
-    """The logits [batch, n, vocabulary] of cached passes over so many tokens each. Before the last, the second sequence goes."""
+def passed(
+    model: Model, ids: torch.Tensor, lengths: tuple[int, ...], steps: list[int]
+) -> list[torch.Tensor]:
+    """The logits [batch, n, vocabulary] of cached passes over so many tokens each. Before the last,
+    the second sequence goes."""
     (at, visible), cache, found = padded(ids, lengths), model.batch_cache(len(ids)), []
     for index, new in enumerate(steps):
         if index == len(steps) - 1:
             cache.keep_sequences([0, 2])
-            ids, at, visible = ids[[0, 2]], at[[0, 2]], visible[[0, 2]]
-        first, last = cache.length, cache.length + new
-        batch = BatchPass(ids[:, first:last], at[:, first:last], visible[:, first:last, :last], at[:, :last], cache)
+            ids = ids[[0, 2]]
+            at = at[[0, 2]]
+            visible = visible[[0, 2]]
+        first = cache.length
+        last = cache.length + new
+        batch = BatchPass(
+            ids[:, first:last],
+            at[:, first:last],
+            visible[:, first:last, :last],
+            at[:, :last],
+            cache,
+        )
         found.append(model.batch(batch).logits)
         cache.length = last
     return found
@@ -65,8 +79,11 @@ def test_logits_are_those_of_each_sequence_alone(family: str, backend: str) -> N
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
 @torch.no_grad()
-def test_hidden_states_are_the_same_on_both_backends_also_without_the_later_layers(family: str) -> None:
-    module, batch = make_model(family), text_pass(random_ids(30))
+def test_hidden_states_are_the_same_on_both_backends_also_without_the_later_layers(
+    family: str,
+) -> None:
+    module = make_model(family)
+    batch = text_pass(random_ids(30))
     native, other = (model_of(module, backend) for backend in BACKENDS)
     expected, found = (model.batch(batch, taps=[0, 2, 3]) for model in (native, other))
     close(found.logits, expected.logits)
@@ -76,7 +93,8 @@ def test_hidden_states_are_the_same_on_both_backends_also_without_the_later_laye
     close(other.batch(batch, 1, with_head=False).hidden_states, states)
     for model in (native, other):
         layers: Any = model.layers if model is native else module.model.layers  # type: ignore[attr-defined]
-        kept, freed = ref(layers[0]), [ref(layer) for layer in layers[1:]]
+        kept = ref(layers[0])
+        freed = [ref(layer) for layer in layers[1:]]
         del layers
         model.free_weights(1)
         close(model.batch(batch, 1, with_head=False).hidden_states, states)

@@ -1,4 +1,5 @@
-"""Drafters that compute all rows of a draft at once: PARD's rows by their definition, and exact sampling by enumeration."""
+"""Drafters that compute all rows of a draft at once: PARD's rows by their definition, and exact
+sampling by enumeration."""
 
 from __future__ import annotations
 
@@ -32,20 +33,34 @@ THREE = (3, 3)
 
 
 class RowTable(BlockRunner):
-    """Rows that depend on the context's last two tokens; with `markov` also on the token before, as DSpark's."""
+    """Rows that depend on the context's last two tokens; with `markov` also on the token before, as
+    DSpark's."""
 
     def __init__(self, case: Case, *, markov: bool = False, draws: bool = False) -> None:
         size = case.sizes[1]
         super().__init__(SmallRunner(0, size), 3, None)
-        self.independent, self.draws = not markov, draws
-        self._tables = [SmallRunner(case.seed + 100 + row, size, zero=case.zero) for row in range(3)]
+        self.independent = not markov
+        self.draws = draws
+        self._tables = [
+            SmallRunner(case.seed + 100 + row, size, zero=case.zero) for row in range(3)
+        ]
         self._bias = SmallRunner(case.seed + 200, size).table[0, :, :size] * markov
 
     def rows(self, context: Context, count: int) -> ModelOutput:
         return ModelOutput(torch.stack([table.row(context.ids) for table in self._tables]))
 
-    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
-        logits = super().after(rows, context, draft, levels, start).logits + self._bias[[context.ids[-1], *draft][start:]]
+    def after(
+        self,
+        rows: ModelOutput,
+        context: Context,
+        draft: Sequence[int],
+        levels: Sequence[int],
+        start: int,
+    ) -> ModelOutput:
+        logits = (
+            super().after(rows, context, draft, levels, start).logits
+            + self._bias[[context.ids[-1], *draft][start:]]
+        )
         return ModelOutput(logits, logits)  # the scripted predictor reads the hidden states
 
 
@@ -76,21 +91,34 @@ def llama() -> Any:
 
 
 def test_rows_of_pard_are_those_of_masks_behind_the_context_whatever_is_drafted(llama: Any) -> None:
-    """Also after drafts of other lengths, of which a part was accepted: what masks left in the cache is dropped."""
-    runner, context, mask = PardRunner(ModelRunner(llama), 2), Context([1, 5, 6, 7]), 2
+    """Also after drafts of other lengths, of which a part was accepted: what masks left in the
+    cache is dropped."""
+    runner = PardRunner(ModelRunner(llama), 2)
+    context = Context([1, 5, 6, 7])
+    mask = 2
     for longest, accepted in ((3, 2), (0, 0), (6, 6), (LONGEST_DRAFT - 1, 1), (1, 0), (9, 9)):
         draft = [9 + 3 * node for node in range(longest)]
-        found = [runner.logits(context, draft[:node], start=node).logits[0] for node in range(longest + 1)]
+        found = [
+            runner.logits(context, draft[:node], start=node).logits[0]
+            for node in range(longest + 1)
+        ]
         expected = llama.reference_logits([*context.ids, *[mask] * longest])[-longest - 1 :]
         torch.testing.assert_close(torch.stack(found), expected, atol=1e-4, rtol=1e-4)
         context.extend([*draft[:accepted], 30])
     tree = runner.logits(context, [3, 4, 5], [-1, -1, 1]).logits
     assert torch.equal(tree[1], tree[2]), "two tokens on one level"
-    torch.testing.assert_close(tree, llama.reference_logits([*context.ids, mask, mask])[[-3, -2, -2, -1]], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        tree,
+        llama.reference_logits([*context.ids, mask, mask])[[-3, -2, -2, -1]],
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 def test_the_pass_of_pard_is_as_long_as_the_last_drafts(llama: Any) -> None:
-    own, context, rows = ModelRunner(llama), Context([1, 5, 6, 7]), list[int]()
+    own = ModelRunner(llama)
+    context = Context([1, 5, 6, 7])
+    rows = list[int]()
     runner = PardRunner(own, 2)
     for token in range(20):
         before = own.forward_count
@@ -107,12 +135,15 @@ def pard_draft(folder: Path, mask: int) -> str:
     """The bundled draft model, whose config calls one of its tokens PARD's mask."""
     shutil.copytree(demo.folder("draft"), folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "pard_token": mask, "spd_type": "pard"}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "pard_token": mask, "spd_type": "pard"})
+    )
     return str(folder)
 
 
 def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> None:
-    target, sampling = str(demo.folder("target")), specgen.SamplingParams(max_new_tokens=24)
+    target = str(demo.folder("target"))
+    sampling = specgen.SamplingParams(max_new_tokens=24)
     with specgen.load(target, pard_draft(tmp_path / "draft", 0), dtype="float32") as pair:
         plain = pair.generate("def f(", "ar", sampling).token_ids
         for method in ("sd", "svip", "adaptive", "spectr", "ouroboros", "pearl"):
@@ -127,9 +158,11 @@ def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> N
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("k", [2, 9])
 def test_best_first_trees_have_the_likeliest_paths(seed: int, k: int) -> None:
-    """By comparison with all paths of at most k of three rows, by the product of their probabilities."""
+    """By comparison with all paths of at most k of three rows, by the product of their
+    probabilities."""
     case = Case("block", {"nodes": 9}, 9, (4, 4), seed=seed)
-    draft, context = RowTable(case), Context(PROMPT)
+    draft = RowTable(case)
+    context = Context(PROMPT)
     probs = [row.softmax(-1).tolist() for row in draft.rows(context, 3).logits]
     values = {
         path: prod(probs[level][token] for level, token in enumerate(path))
@@ -138,11 +171,17 @@ def test_best_first_trees_have_the_likeliest_paths(seed: int, k: int) -> None:
     }
     drafter = MarginalTreeDrafter(Setup(draft, SamplingParams(), vocab_size=4), nodes=9)
     made = drafter.propose(context, Fixed(k), 9)
-    tokens, parents = list(made.tokens), list(made.parents)
-    assert {tuple(path_to(tokens, parents, node)) for node in range(9)} == set(sorted(values, key=lambda path: -values[path])[:9])
+    tokens = list(made.tokens)
+    parents = list(made.parents)
+    assert {tuple(path_to(tokens, parents, node)) for node in range(9)} == set(
+        sorted(values, key=lambda path: -values[path])[:9]
+    )
 
 
-@pytest.mark.parametrize(("method", "lacking"), [("block", "this head has none"), ("eesd-cali", "the exit layer has none")])
+@pytest.mark.parametrize(
+    ("method", "lacking"),
+    [("block", "this head has none"), ("eesd-cali", "the exit layer has none")],
+)
 def test_a_policy_without_its_predictor_names_what_lacks_it(method: str, lacking: str) -> None:
     settings = {"policy": "cali-ts"} if method == "block" else {}
     draft = RowTable(CASES[0])

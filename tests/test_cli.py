@@ -1,4 +1,5 @@
-"""The commands where nothing is wrong, or where they are interrupted or cut off: streams, JSON lines, exit codes."""
+"""The commands where nothing is wrong, or where they are interrupted or cut off: streams, JSON
+lines, exit codes."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ Generate = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...]) -> Generate:
+def generate(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...]
+) -> Generate:
     """Run `specgen generate` on the tiny pair in this process: its stdout and stderr."""
 
     def call(*arguments: str, models: tuple[str, ...] = pair) -> tuple[str, str]:
-        code, out, err = run_main(monkeypatch, capfd, "generate", *models, "--device", "cpu", *arguments)
+        code, out, err = run_main(
+            monkeypatch, capfd, "generate", *models, "--device", "cpu", *arguments
+        )
         assert code == 0
         return out, err
 
@@ -46,7 +51,10 @@ def check_record(lines: Lines) -> None:
         assert set(line["seconds"]) == PHASES
         assert line["mode"] == ("sequential" if position else "prefill")
         assert len(line["draft_ids"]) == len(line["draft_texts"]) == len(line["parents"])
-        joined += [*line["accepted_ids"], *([line["token_id"]] if line["token_id"] is not None else [])]
+        joined += [
+            *line["accepted_ids"],
+            *([line["token_id"]] if line["token_id"] is not None else []),
+        ]
     assert joined == last["token_ids"]
     assert last["new_tokens"] == len(joined)
     assert sum(last["phase_seconds"].values()) == pytest.approx(last["seconds"])
@@ -55,30 +63,45 @@ def check_record(lines: Lines) -> None:
     assert last["accepted"] == sum(len(line["accepted_ids"]) for line in rounds)
 
 
-# ------------------------------------------------------------------ pipes and signals, in new processes
+# -------------------------------------------------------------- pipes and signals, in new processes
 
 
 @POSIX
 def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
-    costs = ("--set", "draft_cost=0.1", "--set", "verify_cost=0.02")  # drafts however busy the machine is
+    # drafts however busy the machine is
+    costs = ("--set", "draft_cost=0.1", "--set", "verify_cost=0.02")
     process = Forked("generate", "-m", "adaptive", *costs, "-n", "30", "def add(a, b):\n    return")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out[-1:], len(out) > 20) == (0, b"\n", True)
     assert b"\x1b" not in out + err
     about, footer = filter(None, err.decode().splitlines())
     assert about == "demo pair, cpu float32, adaptive"
-    assert re.fullmatch(r"adaptive  \d+ tokens  decoding [\d.]+ tokens/s  prompt [\d,]+/s  \d+% accepted.*", footer)
+    assert re.fullmatch(
+        r"adaptive  \d+ tokens  decoding [\d.]+ tokens/s  prompt [\d,]+/s  \d+% accepted.*", footer
+    )
 
 
-def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], tmp_path: Path) -> None:
+def test_json_lines_add_up_and_are_the_same_in_the_trace(
+    pair: tuple[str, ...], tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     options = (*SAMPLED, "--json", "--trace", str(trace))
-    code, out, err = run("generate", *pair, *options, PROMPT, environment={"LC_ALL": "C", "PYTHONUTF8": "0"})
+    code, out, err = run(
+        "generate", *pair, *options, PROMPT, environment={"LC_ALL": "C", "PYTHONUTF8": "0"}
+    )
     assert (code, len(err.splitlines()), out) == (0, 2, trace.read_bytes())
     assert not out.isascii()  # UTF-8 whatever the locale
     lines = parsed(out.decode())
     check_record(lines)
-    given = {"max_new_tokens": 40, "temperature": 1.5, "top_p": 1.0, "top_k": 0, "seed": 3, "stop": [], "ignore_eos": True}
+    given = {
+        "max_new_tokens": 40,
+        "temperature": 1.5,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 3,
+        "stop": [],
+        "ignore_eos": True,
+    }
     assert lines[0]["sampling"] == given | {"min_p": 0.0}
     last = lines[-1]
     assert (last["finish_reason"], last["new_tokens"]) == ("length", 40)
@@ -90,7 +113,9 @@ def test_json_lines_add_up_and_are_the_same_in_the_trace(pair: tuple[str, ...], 
 @POSIX
 def test_an_interruption_keeps_the_text_and_a_complete_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    process = Forked("generate", "-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):")
+    process = Forked(
+        "generate", "-n", "900", "--ignore-eos", "--trace", str(trace), "def add(a, b):"
+    )
     seen = os.read(process.stdout.fileno(), 10)  # type: ignore[union-attr]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -114,7 +139,9 @@ def test_an_interruption_while_importing_prints_no_traceback(module: bytes) -> N
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
-    assert all(line.startswith(b"import time:") or line == b"interrupted" for line in err.splitlines())
+    assert all(
+        line.startswith(b"import time:") or line == b"interrupted" for line in err.splitlines()
+    )
 
 
 @POSIX
@@ -128,12 +155,17 @@ def test_a_reader_that_closes_the_pipe_causes_no_error() -> None:
 
 
 @FULL
-def test_a_full_disk_is_reported_in_one_line_and_a_closed_output_is_none(pair: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_in_one_line_and_a_closed_output_is_none(
+    pair: tuple[str, ...],
+) -> None:
     with open("/dev/full", "wb") as full:
         process = Forked("generate", *pair, "-n", "5", PROMPT, stdout=full)
     _, err = process.communicate(timeout=120)
     last = err.splitlines(keepends=True)[-1]
-    assert (process.returncode, last) == (1, b"error: cannot write the output: No space left on device\n")
+    assert (process.returncode, last) == (
+        1,
+        b"error: cannot write the output: No space left on device\n",
+    )
     process = Forked("generate", "-q", "-n", "5", *pair, PROMPT, closed=True)
     assert (process.communicate(timeout=120), process.returncode) == ((b"", b""), 0)
 
@@ -141,13 +173,23 @@ def test_a_full_disk_is_reported_in_one_line_and_a_closed_output_is_none(pair: t
 def test_torchs_idle_threads_leave_their_cores_to_others_in_the_program_only() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     code = "import os, sys, atexit; show = lambda: print(os.environ.get('OMP_WAIT_POLICY'))\n"
-    code += "import specgen.cli.app as app; show(); atexit.register(show)\nsys.argv[1:] = ['--version']; app.program()"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    code += (
+        "import specgen.cli.app as app; show(); atexit.register(show)\nsys.argv[1:] "
+        "= ['--version']; app.program()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     before, version, after = done.stdout.splitlines()
     assert (before, version[:8], after) == ("None", "specgen ", "PASSIVE")
 
 
-# ------------------------------------------------------------------ text, options and the footer, in this process
+# ---------------------------------------------------- text, options and the footer, in this process
 
 
 def test_the_output_ends_before_a_stop_text(generate: Generate) -> None:
@@ -170,11 +212,19 @@ def test_the_output_ends_before_a_stop_text(generate: Generate) -> None:
         ([], b"abc\n\n", "abc\n"),
         ([], " é ".encode(), " é "),
         (["abc\n"], b"not read", "abc\n"),
-        (["--chat", "--system", "be brief", "hello"], b"", "system be brief\nuser hello\nassistant "),
+        (
+            ["--chat", "--system", "be brief", "hello"],
+            b"",
+            "system be brief\nuser hello\nassistant ",
+        ),
     ],
 )
 def test_the_prompt_is_the_argument_or_standard_input_or_chat(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch, arguments: list[str], data: bytes, prompt: str
+    generate: Generate,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    data: bytes,
+    prompt: str,
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     out, _ = generate("-n", "2", "--json", *arguments)
@@ -182,7 +232,9 @@ def test_the_prompt_is_the_argument_or_standard_input_or_chat(
 
 
 @POSIX
-def test_piped_text_is_part_of_the_users_turn(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_text_is_part_of_the_users_turn(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = []
     for more in ([], ["--no-stdin"]):
         reader, writer = os.pipe()
@@ -190,9 +242,13 @@ def test_piped_text_is_part_of_the_users_turn(generate: Generate, monkeypatch: p
         os.close(writer)
         with open(reader, encoding="utf-8") as piped:
             monkeypatch.setattr(sys, "stdin", piped)
-            prompts.append(parsed(generate("-n", "2", "--json", "--chat", *more, "hello")[0])[0]["prompt_ids"])
+            prompts.append(
+                parsed(generate("-n", "2", "--json", "--chat", *more, "hello")[0])[0]["prompt_ids"]
+            )
     tokenizer = make_tokenizer(LETTERS)
-    assert prompts == [tokenizer(f"user {text}\nassistant ")["input_ids"] for text in ("hello\n\nabc", "hello")]
+    assert prompts == [
+        tokenizer(f"user {text}\nassistant ")["input_ids"] for text in ("hello\n\nabc", "hello")
+    ]
 
 
 def test_quiet_leaves_stderr_empty_and_a_seed_repeats_sampled_output(generate: Generate) -> None:
@@ -200,10 +256,14 @@ def test_quiet_leaves_stderr_empty_and_a_seed_repeats_sampled_output(generate: G
     assert footer
     assert generate(*SAMPLED, "-q", PROMPT) == (loud, "")
     assert generate(*SAMPLED, "--seed", "4", PROMPT)[0] != loud
-    assert generate(*SAMPLED[:2], *SAMPLED[4:], PROMPT) != generate(*SAMPLED[:2], *SAMPLED[4:], PROMPT)
+    assert generate(*SAMPLED[:2], *SAMPLED[4:], PROMPT) != generate(
+        *SAMPLED[:2], *SAMPLED[4:], PROMPT
+    )
 
 
-def test_the_footer_and_the_summary_say_what_there_is(generate: Generate, pair: tuple[str, ...]) -> None:
+def test_the_footer_and_the_summary_say_what_there_is(
+    generate: Generate, pair: tuple[str, ...]
+) -> None:
     out, footer = generate("-n", "20", "--json", PROMPT, models=pair[:2])
     assert footer.splitlines()[-1].startswith("adaptive (no draft model)  ")
     assert parsed(out)[0]["draft"] is None
@@ -238,11 +298,16 @@ def test_arguments_are_utf8_in_a_locale_of_ascii_too(pair: tuple[str, ...]) -> N
     assert first["sampling"]["stop"] == ["\u00fc"]
 
 
-def test_mistakes_in_arguments_are_said_as_they_are(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_arguments_are_said_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run_main(monkeypatch, capfd, "generate", "-5 + 3 =")
     assert (code, out) == (2, "")
     assert "A prompt that begins with a dash goes after --" in err
     assert "goes after" not in run_main(monkeypatch, capfd, "generate", "--tempp", "1")[2]
     assert "goes after" not in run_main(monkeypatch, capfd, "tune", "-5")[2]
     for seed in ("-1", str(2**63)):
-        assert f"between 0 and {2**63 - 1:,}" in run_main(monkeypatch, capfd, "generate", "--seed", seed, "a")[2]
+        assert (
+            f"between 0 and {2**63 - 1:,}"
+            in run_main(monkeypatch, capfd, "generate", "--seed", seed, "a")[2]
+        )

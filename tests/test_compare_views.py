@@ -1,4 +1,5 @@
-"""What a comparison looks like, beside what `test_views.py` holds: which method is named the fastest, styles, the page's HTML."""
+"""What a comparison looks like, beside what `test_views.py` holds: which method is named the
+fastest, styles, the page's HTML."""
 
 from __future__ import annotations
 
@@ -16,15 +17,29 @@ from specgen.view.pages import comparison_page
 @pytest.mark.parametrize(
     ("methods", "said"),
     [
-        ({"ar": [2.0] * 3, "sd": [2.5] * 3}, "Nothing here is faster than plain decoding (ar); the best is sd at 0.80×."),
-        ({"ar": [2.0] * 3, "sd": [1.0] * 3}, "that keep the target's output: 2.00× plain decoding (ar). 3 prompts are too few"),
-        ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [0.9, 1.1, 1.03] * 2}, "Too close to call: svip."),
-        ({"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [1.1] * 5}, "sd is the fastest that keeps the target's output: 2.00× plain"),
+        (
+            {"ar": [2.0] * 3, "sd": [2.5] * 3},
+            "Nothing here is faster than plain decoding (ar); the best is sd at 0.80×.",
+        ),
+        (
+            {"ar": [2.0] * 3, "sd": [1.0] * 3},
+            "that keep the target's output: 2.00× plain decoding (ar). 3 prompts are too few",
+        ),
+        (
+            {"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [0.9, 1.1, 1.03] * 2},
+            "Too close to call: svip.",
+        ),
+        (
+            {"ar": [2.0] * 5, "sd": [1.0] * 5, "svip": [1.1] * 5},
+            "sd is the fastest that keeps the target's output: 2.00× plain",
+        ),
         ({"ar": [2.0], "sd": [1.0], "svip": [1.1]}, "(ar). One prompt gives no interval."),
     ],
 )
 def test_the_result_in_plain_words(methods: dict[str, list[float]], said: str) -> None:
-    results = results_of({name: [run(seconds, 50, 20) for seconds in times] for name, times in methods.items()})
+    results = results_of(
+        {name: [run(seconds, 50, 20) for seconds in times] for name, times in methods.items()}
+    )
     text = " ".join(shown(results, 200))
     assert said in text
     assert ("Too close" in said) == ("Too close" in text)
@@ -37,12 +52,14 @@ def test_a_broken_method_is_never_the_fastest() -> None:
     text = "\n".join(lines)
     assert any(line.startswith("svip ") and "differs at 12" in line for line in lines)
     assert (
-        "svip differs from plain decoding at 12 of prompt 1 (p1): the two tokens' logits are 3.5 apart; rounding explains 0.001"
-        in text
-    )
+        "svip differs from plain decoding at 12 of prompt 1 (p1): the two tokens' logits "
+        "are 3.5 apart; rounding explains 0.001"
+    ) in text
     assert "\ntransformers-assisted comes first" in text
     order = ["ar", "transformers-assisted", "lookup", "svip", "wild", "sd:k=8"]
-    assert [result.spec.written for result in ranked(method_results(results))] == order, "after all that are right"
+    assert [result.spec.written for result in ranked(method_results(results))] == order, (
+        "after all that are right"
+    )
     assert [line.split()[0] for line in lines[4:10]] == order
     broken = next(row for row in method_results(results) if row.spec.written == "svip")
     assert broken.outcomes == {"identical": 2, "tied": 0, "diverged": 1}
@@ -56,7 +73,8 @@ def test_only_the_best_lossless_method_is_bold_and_broken_output_is_red() -> Non
     lines = speed_table(method_results(results), 100)[0]
     styles = {line.plain.split()[0]: {str(span.style) for span in line.spans} for line in lines[2:]}
     assert [name for name, found in styles.items() if "bar.best" in found] == ["svip"]
-    assert [name for name, found in styles.items() if "strong" in found] == ["svip", "sd:k=8"]  # 'not run' is bold too
+    # 'not run' is bold too
+    assert [name for name, found in styles.items() if "strong" in found] == ["svip", "sd:k=8"]
     assert [name for name, found in styles.items() if "bad" in found] == ["lookup"]
 
 

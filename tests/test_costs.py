@@ -1,4 +1,5 @@
-"""The cost model: times of passes and rounds; PEARL's window by one rule everywhere, and its expected gain."""
+"""The cost model: times of passes and rounds; PEARL's window by one rule everywhere, and its
+expected gain."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
 from specgen.view import pair_report
 
-BASE, TOKEN, DRAFT = 0.0110, 0.0007, 0.002  # seconds: of a target pass, for each of its tokens, of a draft pass
+# seconds: of a target pass, for each of its tokens, of a draft pass
+BASE = 0.0110
+TOKEN = 0.0007
+DRAFT = 0.002
 PASSES = CostTable({8: Curve({1: BASE + TOKEN, 2: BASE + 2 * TOKEN})})
 ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), PASSES)
 
@@ -51,8 +55,10 @@ ROUNDS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: DRAFT})}), PASSES)
 def test_with_the_window_both_models_finish_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, base: float, token: float, draft: float, size: int, first: int
 ) -> None:
-    """Times in ms. The window is the g for which a target pass over g tokens takes as long as g draft passes."""
-    target, drafter = SlowTarget(monkeypatch, base / 1e3, token / 1e3), SlowDrafter(draft / 1e3)
+    """Times in ms. The window is the g for which a target pass over g tokens takes as long as g
+    draft passes."""
+    target = SlowTarget(monkeypatch, base / 1e3, token / 1e3)
+    drafter = SlowDrafter(draft / 1e3)
     sample = time_parallel_passes(target, drafter, Context([1] * 10))  # type: ignore[arg-type]
     costs = sample.value
     assert sample.spread == pytest.approx(1)
@@ -85,16 +91,20 @@ def test_a_window_follows_from_any_times(steps: list[float]) -> None:
     assert sample.spread >= 1
 
 
-@pytest.mark.parametrize(("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)])
+@pytest.mark.parametrize(
+    ("ratio", "size"), [(0.2, 1), (1.4, 1), (1.6, 2), (10.7, 11), (1e9, LONGEST_WINDOW)]
+)
 def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
     assert ParallelCosts(1.0, ratio, ratio, ratio, 8, 10).window.size == size
 
 
 def test_a_flexible_window_by_hand() -> None:
-    """A draft pass takes 1, a target pass 4 over one token and 5 over nine; each token is accepted with probability 0.7.
+    """A draft pass takes 1, a target pass 4 over one token and 5 over nine; each token is accepted
+    with probability 0.7.
 
-    Seconds with a lead of n: n for the lead, 4 + n / 8 for its pass, and 0.7 ** (n + 1) * 5 / (1 - 0.7 ** 5) for further passes.
-    With a pass of 4.9 over two tokens instead of 4.125, a lead does not pay.
+    Seconds with a lead of n: n for the lead, 4 + n / 8 for its pass, and 0.7 ** (n + 1) * 5 / (1 -
+    0.7 ** 5) for further passes. With a pass of 4.9 over two tokens instead of 4.125, a lead does
+    not pay.
     """
     costs = ParallelCosts(1.0, 5.0, 4.0, 4.125, 9, 64)
     assert (costs.window.size, costs.window.first) == (5, 4)
@@ -107,12 +117,16 @@ def test_a_flexible_window_by_hand() -> None:
     flexible = costs.flexible_window
     assert (flexible.lead, flexible.size, flexible.first, flexible.is_flexible) == (1, 8, 8, True)
     assert flexible.longest == 9
-    assert ParallelCosts(1.0, 4.0, 6.0, 6.0, 9, 64).window.first == 4, "never more than during a longer pass"
+    assert ParallelCosts(1.0, 4.0, 6.0, 6.0, 9, 64).window.first == 4, (
+        "never more than during a longer pass"
+    )
     assert ParallelCosts(0.001, 1.0, 1.0, 1.0, 9, 64).flexible_window.size == LONGEST_WINDOW
 
 
 def test_costs_follow_a_machine_that_is_slower() -> None:
-    draft, target = (CostTable({8: Curve(points), 64: Curve(points)}) for points in ({1: 1.0}, {1: 3.0, 2: 4.0}))
+    draft, target = (
+        CostTable({8: Curve(points), 64: Curve(points)}) for points in ({1: 1.0}, {1: 3.0, 2: 4.0})
+    )
     slower = RoundCosts(draft, target, 0.5, 0.25).times(2)
     assert slower.as_dict() == {
         "drafting": {8: {1: 2.0}, 64: {1: 2.0}},
@@ -120,17 +134,25 @@ def test_costs_follow_a_machine_that_is_slower() -> None:
         "looking": 1.0,
         "together": 0.5,
     }
-    assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, "times that fall, as short measurements may, are never below zero"
+    assert Curve({1: 3.0, 2: 1.0}).at(4) == 0.0, (
+        "times that fall, as short measurements may, are never below zero"
+    )
 
 
 def test_eesd_speedup_by_hand() -> None:
-    """In each round 4 tokens are drafted, some are accepted, and the target gives one: 4 draft passes and one target pass.
+    """In each round 4 tokens are drafted, some are accepted, and the target gives one: 4 draft
+    passes and one target pass.
 
-    A draft pass takes a tenth of a target pass. So with all 4 accepted, 5 tokens take as long as 1.4 of plain decoding.
+    A draft pass takes a tenth of a target pass. So with all 4 accepted, 5 tokens take as long as
+    1.4 of plain decoding.
     """
     for accepted, speedup in ((4, 5 / 1.4), (2, 3 / 1.4), (1, 2 / 1.4)):
-        assert eesd_speedup(accepted / 4, accepted / (accepted + 1), cost_ratio=10.0) == pytest.approx(speedup)
-    assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), "a draft pass takes two target passes"
+        assert eesd_speedup(
+            accepted / 4, accepted / (accepted + 1), cost_ratio=10.0
+        ) == pytest.approx(speedup)
+    assert eesd_speedup(1 / 4, 1 / 2, cost_ratio=0.5) == pytest.approx(2 / 9), (
+        "a draft pass takes two target passes"
+    )
     assert eesd_speedup(0.0, 0.0, cost_ratio=10.0) is None
 
 
@@ -147,7 +169,10 @@ class SlowTarget:
         token: float,
         slowed: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
-        self.base, self.token, self.now, self.slowed = base, token, 0.0, slowed
+        self.base = base
+        self.token = token
+        self.now = 0.0
+        self.slowed = slowed
         self.own = 0.0  # seconds in which the thread runs
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
         monkeypatch.setattr("time.thread_time", lambda: self.own)
@@ -164,8 +189,14 @@ class SlowDrafter:
 
     policy = LengthPolicy()
 
-    def __init__(self, token: float, slowed: Callable[[float], float] = lambda seconds: seconds) -> None:
-        self.token, self.seconds, self.own_seconds, self.closed, self.slowed = token, 0.0, 0.0, False, slowed
+    def __init__(
+        self, token: float, slowed: Callable[[float], float] = lambda seconds: seconds
+    ) -> None:
+        self.token = token
+        self.seconds = 0.0
+        self.own_seconds = 0.0
+        self.closed = False
+        self.slowed = slowed
 
     def prefill(self, context: Context) -> None: ...
 
@@ -202,8 +233,11 @@ def busy(rng: Random, seconds: float) -> float:
 
 
 @pytest.mark.parametrize("first", ["busy", "evenly busy", "quiet"])
-def test_a_busy_machine_leaves_no_window_behind(near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str) -> None:
-    """On a quiet machine the window is 8. What was measured beside busy programs is near it, and is not kept."""
+def test_a_busy_machine_leaves_no_window_behind(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str
+) -> None:
+    """On a quiet machine the window is 8. What was measured beside busy programs is near it, and is
+    not kept."""
     slowed: dict[str, Callable[[float], float]] = {
         "busy": partial(busy, Random(1)),
         "evenly busy": lambda seconds: 3 * seconds,
@@ -233,17 +267,23 @@ def test_a_busy_machine_leaves_no_window_behind(near: Pair, monkeypatch: pytest.
 def simulated_window(pair: Pair) -> Window:
     """The window of a simulated run in tuning, with `window=auto`, the default."""
     reference = record_reference(pair, PROMPTS[0], GREEDY)
-    made, method = Simulator(pair, [reference], GREEDY, {"parallel": ROUNDS}), METHODS["pearl"]
+    made = Simulator(pair, [reference], GREEDY, {"parallel": ROUNDS})
+    method = METHODS["pearl"]
     run = made._run(method, resolve(method, {}), ROUNDS, 0, None)
     assert isinstance(run.schedule, Parallel)
     return run.schedule.window
 
 
 @pytest.mark.parametrize("flexible", [False, True])
-def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool) -> None:
-    """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one token, 11.7 ms, it is 6."""
+def test_run_inspect_and_tune_have_one_window(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, flexible: bool
+) -> None:
+    """c = 8.3 by hand: a pass over 8 tokens takes 16.6 ms, a draft pass 2 ms. For a pass over one
+    token, 11.7 ms, it is 6."""
     costs = timed(monkeypatch)
-    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0))
+    monkeypatch.setattr(
+        "specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0)
+    )
     worker = near.models.worker()
     assert worker is not None
     monkeypatch.setattr(worker, "is_process", flexible)
@@ -262,16 +302,23 @@ def test_run_inspect_and_tune_have_one_window(near: Pair, monkeypatch: pytest.Mo
     assert run.costs.as_dict()["window"] == 8
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.window == simulated_window(near)
-    assert run.schedule.window == (Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6, second=6))
+    assert run.schedule.window == (
+        Window(12, 12, costs.flexible_window.lead, True) if flexible else Window(8, 6, second=6)
+    )
 
 
 def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
-    """Ten draft passes fit into a target pass. The target waits for two of them, and the token that is being drafted counts."""
-    costs = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25)
+    """Ten draft passes fit into a target pass. The target waits for two of them, and the token that
+    is being drafted counts."""
+    costs = RoundCosts(
+        CostTable({8: Curve({0: 0.0, 1: 1.0})}), CostTable({8: Curve({1: 9.5, 2: 9.5})}), 0.0, 0.25
+    )
     clock = SimulatedClock(costs)
     reference: Any = SimpleNamespace(token_ids=[], prefill_seconds=0.0)
     target = PricedTarget(reference, clock)
-    drafted: Any = SimpleNamespace(propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length"))
+    drafted: Any = SimpleNamespace(
+        propose=lambda *given: Draft.chain(range(20, 20 + given[2]), stop_reason="length")
+    )
     drafter = PricedParallelDrafter(drafted, LengthPolicy(), target, clock)
     context = Context([1, 2])
     context.extend([3])
@@ -280,10 +327,15 @@ def test_a_simulated_draft_ends_with_the_simulated_pass() -> None:
     target.logits(context, [20, 21])
     drafter.cut()
     draft = drafter.finish()
-    assert list(draft.tokens) == list(range(20, 32)), "2 + 9.5 seconds: the twelfth token is complete after 12"
+    assert list(draft.tokens) == list(range(20, 32)), (
+        "2 + 9.5 seconds: the twelfth token is complete after 12"
+    )
     assert clock.seconds()["draft"] == pytest.approx(2 + 0.5 + 0.25)
     assert clock.seconds()["verify"] == 9.5
     drafter.start(context, (), 4)
     target.logits(context)
     drafter.cut()
-    assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (4, pytest.approx(2.75 + 0.25))
+    assert (len(drafter.finish().tokens), clock.seconds()["draft"]) == (
+        4,
+        pytest.approx(2.75 + 0.25),
+    )

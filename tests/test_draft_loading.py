@@ -41,16 +41,29 @@ def loaded_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @posix
-def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, str], loaded_here: list[str]) -> None:
+def test_the_draft_is_loaded_where_it_runs_and_not_before(
+    folders: tuple[str, str], loaded_here: list[str]
+) -> None:
     target, draft = folders
     limit = SamplingParams(max_new_tokens=5)
     with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
         assert pair.draft is not None
-        known = pair.draft.name, str(pair.draft.device), pair.draft.dtype_name, pair.draft.context_limit, str(pair.draft.folder)
+        known = (
+            pair.draft.name,
+            str(pair.draft.device),
+            pair.draft.dtype_name,
+            pair.draft.context_limit,
+            str(pair.draft.folder),
+        )
         assert known == (draft, "cpu", "float32", pair.target.context_limit, draft)
         assert pair.draft.tokenizer.vocabulary() == pair.target.tokenizer.vocabulary()
         pair.warm_up()
-        for method, settings in (("ar", NOTHING), ("lookup", NOTHING), ("pearl", {"window": 4}), ("pearl", NOTHING)):
+        for method, settings in (
+            ("ar", NOTHING),
+            ("lookup", NOTHING),
+            ("pearl", {"window": 4}),
+            ("pearl", NOTHING),
+        ):
             pair.generate(PROMPT, method, limit, **settings)
         pair.forget()
         assert not loaded_here
@@ -60,15 +73,36 @@ def test_the_draft_is_loaded_where_it_runs_and_not_before(folders: tuple[str, st
         assert loaded_here == [draft]
 
 
-def test_threads_that_need_the_draft_at_once_load_it_once(folders: tuple[str, str], loaded_here: list[str]) -> None:
-    with specgen.load(*folders, device="cpu", dtype="float32") as pair, ThreadPoolExecutor(4) as pool:
+def test_threads_that_need_the_draft_at_once_load_it_once(
+    folders: tuple[str, str], loaded_here: list[str]
+) -> None:
+    with (
+        specgen.load(*folders, device="cpu", dtype="float32") as pair,
+        ThreadPoolExecutor(4) as pool,
+    ):
         assert pair.draft is not None
-        assert len(set(pool.map(id, [task.result() for task in [pool.submit(lambda: pair.draft.model) for _ in range(8)]]))) == 1
+        assert (
+            len(
+                set(
+                    pool.map(
+                        id,
+                        [
+                            task.result()
+                            for task in [pool.submit(lambda: pair.draft.model) for _ in range(8)]
+                        ],
+                    )
+                )
+            )
+            == 1
+        )
     assert len(loaded_here) == 1
 
 
-def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tmp_path: Path) -> None:
-    target, draft = folders[0], tmp_path / "damaged"
+def test_a_damaged_draft_is_named_when_it_is_needed(
+    folders: tuple[str, str], tmp_path: Path
+) -> None:
+    target = folders[0]
+    draft = tmp_path / "damaged"
     shutil.copytree(folders[1], draft)
     (draft / "model.safetensors").write_bytes(b"no weights")
     with specgen.load(target, str(draft), device="cpu", dtype="float32") as pair:
@@ -78,15 +112,22 @@ def test_a_damaged_draft_is_named_when_it_is_needed(folders: tuple[str, str], tm
                 pair.generate(PROMPT, method, **settings)
 
 
-def test_a_process_drafts_unless_both_models_share_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+def test_a_process_drafts_unless_both_models_share_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = torch.device("cuda:0")
+    second = torch.device("cuda:1")
+    cpu = torch.device("cpu")
     monkeypatch.setattr(loading.DraftWorker, "of_process", lambda *_: "process")
     drafts: list[Any] = [
-        SimpleNamespace(refusal=None, prepared=None, device=on, dtype=None, translation=None) for on in (cpu, second, first)
+        SimpleNamespace(refusal=None, prepared=None, device=on, dtype=None, translation=None)
+        for on in (cpu, second, first)
     ]
     for process in ("process", None):
         monkeypatch.setattr(loading, "is_possible", lambda process=process: process is not None)
-        assert [loading._worker(None, *each) for each in zip(drafts, (cpu, first, first), strict=True)] == [
+        assert [
+            loading._worker(None, *each) for each in zip(drafts, (cpu, first, first), strict=True)
+        ] == [
             process,
             process,
             None,

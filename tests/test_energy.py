@@ -1,4 +1,5 @@
-"""Joules from recorded counters: wrap-around, idle power taken off, and nothing guessed where there is nothing to read."""
+"""Joules from recorded counters: wrap-around, idle power taken off, and nothing guessed where there
+is nothing to read."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def zone(root: Path, number: str, name: str, microjoules: int | str = 0) -> Path
     return folder
 
 
-def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rapl_counter_restarts_or_is_lost_during_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packages and their memory are counted once."""
     monkeypatch.setattr(energy, "_TICK", 0)
     monkeypatch.setattr(energy, "IDLE_SECONDS", 0)
@@ -55,13 +58,17 @@ def test_a_rapl_counter_restarts_or_is_lost_during_a_run(tmp_path: Path, monkeyp
 
 
 class Clockwork:
-    """A simulated clock and a counter that grows by `watts` joules per second, in steps of `tick` seconds."""
+    """A simulated clock and a counter that grows by `watts` joules per second, in steps of `tick`
+    seconds."""
 
     name = "a counter"
     restart = 0.0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: float = 0.1) -> None:
-        self.now, self.energy, self.watts, self.tick = 1000.0, 0.0, 50.0, tick
+        self.now = 1000.0
+        self.energy = 0.0
+        self.watts = 50.0
+        self.tick = tick
         monkeypatch.setattr(energy.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(energy.time, "sleep", self.advance)
 
@@ -95,19 +102,26 @@ def test_idle_power_is_measured_first_and_taken_off(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_coarse_counter_is_read_where_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of two and a third ticks: without waiting for a change the counter would be wrong by a fifth."""
+    """A run of two and a third ticks: without waiting for a change the counter would be wrong by a
+    fifth."""
     clock = Clockwork(monkeypatch, tick=0.1)
     meter = EnergyMeter([clock])
     meter.start()
     begun = clock.now
     clock.advance(0.233)
     found = meter.stop()
-    assert found.seconds == pytest.approx(0.3, abs=0.005), "to the next tick, and the time until there is counted"
+    assert found.seconds == pytest.approx(0.3, abs=0.005), (
+        "to the next tick, and the time until there is counted"
+    )
     assert clock.now - begun < 0.31
-    assert [found.joules, found.gross_joules] == pytest.approx([0, 0.3 * 50], abs=0.5), "it idled all the while"
+    assert [found.joules, found.gross_joules] == pytest.approx([0, 0.3 * 50], abs=0.5), (
+        "it idled all the while"
+    )
 
 
-def test_a_gpu_is_found_by_its_uuid_and_a_lost_one_costs_the_figure_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_found_by_its_uuid_and_a_lost_one_costs_the_figure_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Torch may number the GPUs in another order than NVML."""
     readings = [123_000, 123_000]
     nvml = SimpleNamespace(
@@ -119,23 +133,32 @@ def test_a_gpu_is_found_by_its_uuid_and_a_lost_one_costs_the_figure_and_not_the_
     )
     monkeypatch.setattr(energy, "_TICK", 0)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["aa", "bb", "MIG"][index]))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=["aa", "bb", "MIG"][index]),
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     meter = energy_meter_for([torch.device("cuda:0")] * 2)
     assert [counter.name for counter in meter.counters] == ["NVML NVIDIA aa"]
     assert meter.counters[0].read() == 123, "in joules"
     meter.start()
-    assert (meter.stop().joules, meter.reason) == (None, "NVML NVIDIA aa cannot be read: pop from empty list")
+    assert (meter.stop().joules, meter.reason) == (
+        None,
+        "NVML NVIDIA aa cannot be read: pop from empty list",
+    )
     assert energy_meter_for([torch.device("cuda:2")]).reason == "NVML: 'GPU-MIG'"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert 'pip install -e ".[energy]"' in str(energy_meter_for([torch.device("cuda:0")]).reason)
 
 
 class Counted:
-    """In place of an `EnergyMeter`: 50 W idle, and given joules for each run; without any left the energy is unavailable."""
+    """In place of an `EnergyMeter`: 50 W idle, and given joules for each run; without any left the
+    energy is unavailable."""
 
     def __init__(self, *joules: float) -> None:
-        self.left, self.calls = list(joules), ""
+        self.left = list(joules)
+        self.calls = ""
 
     def made_for(self, devices: Sequence[torch.device]) -> Counted:
         return self
@@ -154,16 +177,31 @@ class Counted:
 def test_a_comparison_shows_joules_above_idle_power_or_why_not(
     compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does not count."""
+    """Two prompts of ten tokens; the methods take turns, after a run of each that warms up and does
+    not count."""
     trace = tmp_path / "t.jsonl"
-    options = ("-m", "sd,transformers", "-n", "10", "--ignore-eos", "--limit", "2", "--repeats", "1")
+    options = (
+        "-m",
+        "sd,transformers",
+        "-n",
+        "10",
+        "--ignore-eos",
+        "--limit",
+        "2",
+        "--repeats",
+        "1",
+    )
     meter = Counted(*[99.0] * 3, 4.0, 1.0, 8.0, 6.0, 2.0, 12.0)
     monkeypatch.setattr("specgen.compare.runner.energy_meter_for", meter.made_for)
     code, out, _ = compare(*options, "--energy", "--json", "--trace", str(trace))
     assert (code, meter.calls) == (0, "()" * 9), "each run is measured, and nothing between runs"
-    said = "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)."
+    said = (
+        "Joules are those beyond the 50 W of the idle devices; 'with idle' adds these (a counter)."
+    )
     assert [line["joules_per_token"] for line in parsed(out)] == pytest.approx([0.5, 0.15, 1.0])
-    assert [line["gross_joules_per_token"] for line in parsed(out)] == pytest.approx([10.5, 10.15, 11.0])
+    assert [line["gross_joules_per_token"] for line in parsed(out)] == pytest.approx(
+        [10.5, 10.15, 11.0]
+    )
     table = compare(*options, "--resume", str(trace))[1]
     assert said in " ".join(table.split())
     assert re.search(r"joules +with .*\n.* a token +idle ", table)
@@ -178,9 +216,23 @@ def test_generate_shows_joules_or_says_why_not(
     pair: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted(6.0).made_for)
-    options = ("-m", "sd", "-n", "12", "--ignore-eos", "--device", "cpu", "--json", "--energy", "the cat")
+    options = (
+        "-m",
+        "sd",
+        "-n",
+        "12",
+        "--ignore-eos",
+        "--device",
+        "cpu",
+        "--json",
+        "--energy",
+        "the cat",
+    )
     code, out, err = run_main(monkeypatch, capfd, "generate", *pair, *options)
     assert (code, parsed(out)[-1]["joules_per_token"]) == (0, 0.5)
     assert "0.5 J/token above 50 W idle" in err
     monkeypatch.setattr("specgen.cli.output_writers.energy_meter_for", Counted().made_for)
-    assert "energy unavailable: no counter" in run_main(monkeypatch, capfd, "generate", *pair, *options)[2]
+    assert (
+        "energy unavailable: no counter"
+        in run_main(monkeypatch, capfd, "generate", *pair, *options)[2]
+    )

@@ -1,4 +1,5 @@
-"""`--exact`: a token's logits have the same bits whichever tokens are run with it, so greedy outputs are plain decoding's."""
+"""`--exact`: a token's logits have the same bits whichever tokens are run with it, so greedy
+outputs are plain decoding's."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.native_model import NativeModel
 
-# Grouped heads or not, windows, no rotations, norms of queries and keys, capped scores, both kinds of norm, odd sizes.
+# Grouped heads or not, windows, no rotations, norms of queries and keys, capped scores, both kinds
+# of norm, odd sizes.
 CASES: list[tuple[str, int, dict[str, int]]] = [
     ("llama", 0, {"head_dim": 16}),
     ("gemma2", 0, {"head_dim": 8}),
-    ("qwen3", 1, {"hidden_size": 48}),  # torch has another operator for unpacked bfloat16 products of 16^3 multiplications
+    # torch has another operator for unpacked bfloat16 products of 16^3 multiplications
+    ("qwen3", 1, {"hidden_size": 48}),
     ("llama", 3, {"num_attention_heads": 14, "hidden_size": 112}),
     ("mistral", 0, {}),
     ("gemma3_text", 2, {}),
@@ -44,13 +47,25 @@ def random_ids(count: int) -> list[int]:
     return [rng.randrange(3, 96) for _ in range(count)]
 
 
-def run(native: NativeModel, ids: Sequence[int], sizes: Sequence[int], prompt: int = 3) -> torch.Tensor:
-    """The logits after each token of `ids` from the prompt's last on, with drafts of these sizes, each after a rejected one."""
-    runner, context, wrong = ModelRunner(native), Context(ids[:prompt]), Random(str(sizes))
-    found, size_of = [], cycle(sizes)
+def run(
+    native: NativeModel, ids: Sequence[int], sizes: Sequence[int], prompt: int = 3
+) -> torch.Tensor:
+    """The logits after each token of `ids` from the prompt's last on, with drafts of these sizes,
+    each after a rejected one."""
+    runner = ModelRunner(native)
+    context = Context(ids[:prompt])
+    wrong = Random(str(sizes))
+    found = []
+    size_of = cycle(sizes)
     while len(context) < len(ids):
         draft = list(ids[len(context) : len(context) + next(size_of)])
-        runner.logits(context, [*draft[: wrong.randrange(3)], *(wrong.randrange(3, 96) for _ in range(wrong.randrange(4)))])
+        runner.logits(
+            context,
+            [
+                *draft[: wrong.randrange(3)],
+                *(wrong.randrange(3, 96) for _ in range(wrong.randrange(4))),
+            ],
+        )
         found.append(runner.logits(context, draft).logits[: len(draft)].clone())
         context.extend(draft)
     return torch.cat(found)
@@ -59,17 +74,34 @@ def run(native: NativeModel, ids: Sequence[int], sizes: Sequence[int], prompt: i
 @pytest.mark.parametrize(
     ("number", "count", "threads"),
     [
-        pytest.param(number, *size, marks=() if number < 2 and size == (44, 1) else pytest.mark.slow)
+        pytest.param(
+            number, *size, marks=() if number < 2 and size == (44, 1) else pytest.mark.slow
+        )
         for number in range(len(CASES))
         for size in ((44, 1), (1100, 1), (1100, 2))
     ],
 )
-def test_logits_have_the_same_bits_for_drafts_of_any_length(tmp_path: Path, number: int, count: int, threads: int) -> None:
-    """On one thread and on two, weights packed or not; the longer texts and drafts reach further blocks of keys."""
+def test_logits_have_the_same_bits_for_drafts_of_any_length(
+    tmp_path: Path, number: int, count: int, threads: int
+) -> None:
+    """On one thread and on two, weights packed or not; the longer texts and drafts reach further
+    blocks of keys."""
     family, index, changes = CASES[number]
-    save(make(variant(family, index, **{"intermediate_size": 320, "max_position_embeddings": 2048, **changes})), tmp_path)
-    ids, all_sizes = random_ids(count), ([2], [3], [5], [12], [33, 8], [41])
-    all_sizes = all_sizes if count < 100 else (*all_sizes, [131], [194], [509], [1050], [1, 7, 30, 2, 300])
+    save(
+        make(
+            variant(
+                family,
+                index,
+                **{"intermediate_size": 320, "max_position_embeddings": 2048, **changes},
+            )
+        ),
+        tmp_path,
+    )
+    ids = random_ids(count)
+    all_sizes = ([2], [3], [5], [12], [33, 8], [41])
+    all_sizes = (
+        all_sizes if count < 100 else (*all_sizes, [131], [194], [509], [1050], [1, 7, 30, 2, 300])
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -88,9 +120,11 @@ def test_logits_have_the_same_bits_for_drafts_of_any_length(tmp_path: Path, numb
 def test_a_draft_that_ends_in_another_block_of_keys_changes_no_bits(
     tmp_path: Path, family: str, index: int, dtype: torch.dtype
 ) -> None:
-    """Also if the prompt is in the same pass: then the whole prompt is run with one more block of keys."""
+    """Also if the prompt is in the same pass: then the whole prompt is run with one more block of
+    keys."""
     save(make(variant(family, index, max_position_embeddings=1024)), tmp_path)
-    native, ids = load(tmp_path, dtype, exact=True), random_ids(524)
+    native = load(tmp_path, dtype, exact=True)
+    ids = random_ids(524)
     one_by_one = run(native, [*ids, 0], [1], prompt=508)
     together = ModelRunner(native).logits(Context(ids[:508]), ids[508:]).logits
     assert torch.equal(together, one_by_one)
@@ -99,7 +133,8 @@ def test_a_draft_that_ends_in_another_block_of_keys_changes_no_bits(
 def test_captured_passes_of_one_width_give_equal_bits() -> None:
     """As on a GPU, where the prompt runs eagerly."""
     model = random_model("gemma2", torch.bfloat16)
-    model.exact, model.captures = True, Captures((16,), RecordedGraphs())
+    model.exact = True
+    model.captures = Captures((16,), RecordedGraphs())
     ids = random_ids(524)
     one_by_one = run(model, ids, [1], prompt=500)
     assert torch.equal(run(model, ids, [12], prompt=500), one_by_one)
@@ -109,9 +144,18 @@ def test_captured_passes_of_one_width_give_equal_bits() -> None:
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: str) -> None:
     target = make_model(family, initializer_range=0.05)  # close logits: rounding would show
-    folders = save_model(target, tmp_path / "target"), save_model(near_copy(target, 0.3), tmp_path / "draft")
-    methods: dict[str, dict[str, Any]] = {"sd": {"k": 5}, "svip": {}, "lookup": {}, "selfsd": {"skip": "1"}}
-    sampling, prompt = SamplingParams(max_new_tokens=60, ignore_eos=True), [3 + 5 * at % 80 for at in range(7)]
+    folders = (
+        save_model(target, tmp_path / "target"),
+        save_model(near_copy(target, 0.3), tmp_path / "draft"),
+    )
+    methods: dict[str, dict[str, Any]] = {
+        "sd": {"k": 5},
+        "svip": {},
+        "lookup": {},
+        "selfsd": {"skip": "1"},
+    }
+    sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    prompt = [3 + 5 * at % 80 for at in range(7)]
     with specgen.load(*folders, device="cpu", dtype=dtype, backend="native", exact=True) as pair:
         expected = pair.generate(prompt, "ar", sampling).token_ids
         for name, settings in methods.items():
@@ -121,7 +165,9 @@ def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: 
 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     target = SimpleNamespace(
-        reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]), dtype_name="bfloat16", prepared=SimpleNamespace(experts=None)
+        reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]),
+        dtype_name="bfloat16",
+        prepared=SimpleNamespace(experts=None),
     )
     pair: Any = SimpleNamespace(target=target)
     rounding = judge(pair, 0, 0, [1], [0], [1])
@@ -131,7 +177,9 @@ def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     assert (rounding.is_broken, bug.is_broken) == (False, True)
     assert judge(pair, 0, 0, [1], [0], [0], exact=True) is None
     chains = {
-        written for written in ("sd:k=3", "pearl", "eesd", "eesd-tree", "transformers") if parse_spec(written).drafts_chains
+        written
+        for written in ("sd:k=3", "pearl", "eesd", "eesd-tree", "transformers")
+        if parse_spec(written).drafts_chains
     }
     assert chains == {"sd:k=3", "pearl", "eesd"}
 
@@ -140,5 +188,8 @@ def test_exactness_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyP
     with pytest.raises(SpecgenError, match="--exact needs the native backend"):
         specgen.load(exact=True, device="cpu", backend="transformers")
     monkeypatch.setattr("specgen.pair.loading.pick_device", lambda _: torch.device("mps"))
-    with pytest.raises(SpecgenError, match=r"--exact is for the CPU and for one CUDA device, and the target would run on mps"):
+    with pytest.raises(
+        SpecgenError,
+        match=r"--exact is for the CPU and for one CUDA device, and the target would run on mps",
+    ):
         specgen.load(exact=True)

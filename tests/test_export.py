@@ -1,7 +1,7 @@
 """Tuned settings as options of other engines, as recorded in `golden/exports.json`.
 
-`python tests/test_export.py` records them anew, after a change that is meant: `bench/check_exports.py` then holds them against
-the engines themselves.
+`python tests/test_export.py` records them anew, after a change that is meant:
+`bench/check_exports.py` then holds them against the engines themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ TUNED: Any = {found.name: found for found in outcome().methods}
 
 
 class Case(NamedTuple):
-    """What is exported: the tuned methods, the fastest of all, the kind of the EAGLE head, and more arguments."""
+    """What is exported: the tuned methods, the fastest of all, the kind of the EAGLE head, and more
+    arguments."""
 
     tuned: Any
     chosen: str
@@ -36,7 +37,9 @@ class Case(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
 
-def of(name: str, layout: str = "eagle3", more: dict[str, Any] | None = None, **settings: Any) -> Case:
+def of(
+    name: str, layout: str = "eagle3", more: dict[str, Any] | None = None, **settings: Any
+) -> Case:
     return Case({name: Candidate(name, settings, 9.0)}, name, layout, more or {})
 
 
@@ -44,11 +47,16 @@ CASES = {
     "the fastest is not in the engine": Case(TUNED, "svip"),
     "plain decoding is the fastest": Case(TUNED, "ar"),
     "a measured speed counts before an expected one": Case(
-        {"sd": Candidate("sd", {"k": 3}, 100.0, measured=60.0), "lookup": Candidate("lookup", {"k": 4, "ngram": 1}, 80.0)},
+        {
+            "sd": Candidate("sd", {"k": 3}, 100.0, measured=60.0),
+            "lookup": Candidate("lookup", {"k": 4, "ngram": 1}, 80.0),
+        },
         "lookup",
     ),
     "sd": of("sd", k=3),
-    "sd with a foreign, rounded draft": of("sd", more={"tokenizers_differ": True, "draft_dtype": "int8"}, k=3),
+    "sd with a foreign, rounded draft": of(
+        "sd", more={"tokenizers_differ": True, "draft_dtype": "int8"}, k=3
+    ),
     "heuristic": of("heuristic", k=2, max_draft=9),
     "confidence": of("confidence", threshold=0.35, max_draft=9),
     "lookup": of("lookup", more={"tokenizers_differ": True, "draft_dtype": "int8"}, k=6, ngram=2),
@@ -70,7 +78,10 @@ def exported(engine: str) -> dict[str, Any]:
     """What is written for each case: the text and the notes, or the refusal."""
     written: dict[str, Any] = {}
     for label, (tuned, chosen, layout, more) in CASES.items():
-        heads = {name: ExportedHead("a head", layout if name == "eagle" else name) for name in ("eagle", "medusa", "glide")}
+        heads = {
+            name: ExportedHead("a head", layout if name == "eagle" else name)
+            for name in ("eagle", "medusa", "glide")
+        }
         try:
             text, notes = export(engine, tuned, chosen, *NAMES, heads, **more)
             written[label] = {"text": text, "lost": notes}
@@ -95,30 +106,44 @@ def test_a_method_that_drafts_with_a_model_becomes_the_engines_own(engine: str, 
     }
     for known in (tuned, {name: tuned[name]}):
         text, notes = export(engine, known, name, *NAMES)
-        assert ("--num-draft-tokens 3" if engine == "mlx" else '"num_speculative_tokens": 3') in text
+        assert (
+            "--num-draft-tokens 3" if engine == "mlx" else '"num_speculative_tokens": 3'
+        ) in text
         assert any("drafts with the same model" in note for note in notes)
     without = export(engine, {name: tuned[name]}, name, NAMES[0], None)
     assert "draft" not in without[0]
 
 
 @pytest.mark.parametrize("method", ["sd", "confidence", "heuristic", "lookup"])
-def test_the_lines_for_transformers_run(method: str, demo_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_for_transformers_run(
+    method: str, demo_pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = [str(demo.folder(role)) for role in demo.ROLES]
     text, _ = export("transformers", {method: Candidate(method, {}, 9.0)}, method, *names)
-    settings = [line.split()[0].split(".")[-1] for line in text.splitlines() if "generation_config." in line]
-    assert set(settings) <= set(GenerationConfig().to_dict()), "an unknown field would be kept without a word"
+    settings = [
+        line.split()[0].split(".")[-1] for line in text.splitlines() if "generation_config." in line
+    ]
+    assert set(settings) <= set(GenerationConfig().to_dict()), (
+        "an unknown field would be kept without a word"
+    )
     exec(text, {})
     prompt = "def fibonacci(n):"
-    assert capsys.readouterr().out.startswith(prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text)
+    assert capsys.readouterr().out.startswith(
+        prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text
+    )
 
 
-def test_the_plain_lines_for_transformers_run(demo_pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plain_lines_for_transformers_run(
+    demo_pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = [str(demo.folder(role)) for role in demo.ROLES]
     text, (note,) = export("transformers", TUNED, "ar", *names)
     assert "assistant" not in text
     exec(text, {})
     prompt = "def fibonacci(n):"
-    assert capsys.readouterr().out.startswith(prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text)
+    assert capsys.readouterr().out.startswith(
+        prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text
+    )
     assert note.startswith("plain decoding is the fastest here")
 
 

@@ -23,18 +23,27 @@ START += "from specgen.__main__ import start\nstart()"
 def line_without(packages: str, *arguments: str) -> str:
     """The one line with which a command ends where these packages are not installed."""
     command = [sys.executable, "-c", START, packages, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=300
+    )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     (line,) = done.stderr.splitlines()
     return line
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    texts = [(ROOT / "README.md").read_text(), *(path.read_text() for path in Path(specgen.__file__).parent.rglob("*.py"))]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    texts = [
+        (ROOT / "README.md").read_text(),
+        *(path.read_text() for path in Path(specgen.__file__).parent.rglob("*.py")),
+    ]
     named = set(re.findall(r'pip install -e "\.\[([\w-]+)\]"', "\n".join(texts)))
     assert {"gguf", "energy", "multi-gpu", "quantised"} <= named <= extras.keys()
-    assert not re.search(r"pip install specgen|specgen\[", "\n".join(texts)), "the name on the index is another project's"
+    assert not re.search(r"pip install specgen|specgen\[", "\n".join(texts)), (
+        "the name on the index is another project's"
+    )
 
 
 def test_quantised_weights_without_their_package(tmp_path: Path) -> None:
@@ -48,7 +57,9 @@ def test_quantised_weights_without_their_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_a_gguf_file_that_only_transformers_runs_without_its_packages(tmp_path: Path, missing: str) -> None:
+def test_a_gguf_file_that_only_transformers_runs_without_its_packages(
+    tmp_path: Path, missing: str
+) -> None:
     writer = pytest.importorskip("gguf").GGUFWriter(tmp_path / "model.gguf", "mpt")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

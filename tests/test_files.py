@@ -42,8 +42,10 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
-    """A device that is always full, of this test alone: broken code that root runs would replace it, also through a link."""
-    device, link = tmp_path / "device", tmp_path / "full"
+    """A device that is always full, of this test alone: broken code that root runs would replace
+    it, also through a link."""
+    device = tmp_path / "device"
+    link = tmp_path / "full"
     try:
         os.mknod(device, 0o666 | stat.S_IFCHR, os.stat("/dev/full").st_rdev)
     except PermissionError:  # only root may make one, and only root may replace the system's
@@ -57,9 +59,12 @@ def full(tmp_path: Path) -> Path:
 
 @POSIX
 @pytest.mark.parametrize("name", ["page.html", "a" * 250 + ".html"])
-def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(main: Main, trace: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(
+    main: Main, trace: Path, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "elsewhere").mkdir()
-    real, link = tmp_path / "elsewhere" / name, tmp_path / "link.html"
+    real = tmp_path / "elsewhere" / name
+    link = tmp_path / "link.html"
     link.symlink_to(real)
     assert main("inspect", trace, "--html", link, "-q")[0] == 0  # the link named nothing yet
     real.chmod(0o640)
@@ -74,12 +79,23 @@ def test_a_link_stays_and_its_file_is_replaced_with_its_permissions(main: Main, 
 
 
 @FULL
-def test_what_is_no_regular_file_is_written_to_and_stays(main: Main, trace: Path, full: Path, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_written_to_and_stays(
+    main: Main, trace: Path, full: Path, tmp_path: Path
+) -> None:
     inode = full.stat().st_ino
     for path in (full, full.resolve()):
-        assert main("inspect", trace, "--html", path) == (1, "", f"error: cannot write {path}: No space left on device\n")
-        assert (full.is_symlink(), full.stat().st_ino, stat.S_ISCHR(full.stat().st_mode)) == (True, inode, True)
-    fifo, read = tmp_path / "fifo", []
+        assert main("inspect", trace, "--html", path) == (
+            1,
+            "",
+            f"error: cannot write {path}: No space left on device\n",
+        )
+        assert (full.is_symlink(), full.stat().st_ino, stat.S_ISCHR(full.stat().st_mode)) == (
+            True,
+            inode,
+            True,
+        )
+    fifo = tmp_path / "fifo"
+    read = []
     os.mkfifo(fifo)
     reader = threading.Thread(target=lambda: read.append(fifo.read_text(encoding="utf-8")))
     reader.start()
@@ -93,15 +109,19 @@ def test_what_is_no_regular_file_is_written_to_and_stays(main: Main, trace: Path
         assert not (tmp_path / "gone").exists()
 
 
-# ------------------------------------------------------------------ refused before anything is loaded
+# ---------------------------------------------------------------- refused before anything is loaded
 
 
-def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_imported(tmp_path: Path, trace: Path) -> None:
-    link, model = tmp_path / "link.jsonl", tmp_path / "model"
+def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_imported(
+    tmp_path: Path, trace: Path
+) -> None:
+    link = tmp_path / "link.jsonl"
+    model = tmp_path / "model"
     link.symlink_to(trace)
     (tmp_path / "dangling").symlink_to(tmp_path / "new.csv")
     model.mkdir()
-    weights, blob = model / "model.safetensors", tmp_path / "blob"
+    weights = model / "model.safetensors"
+    blob = tmp_path / "blob"
     for path in (model / "config.json", weights, blob):
         path.write_text("{}")
     (model / "tokenizer.json").symlink_to(blob)
@@ -114,16 +134,28 @@ def test_outputs_that_are_inputs_or_each_other_are_refused_before_torch_is_impor
     compare = ["compare", "-m", "ar", "--prompts", str(prompts)]
     new = str(tmp_path / "new.csv")
     cases: list[tuple[list[str], str]] = [
-        (["inspect", str(trace), "--html", str(trace)], f"--html {trace} is a file that is read: the trace {trace}"),
-        ([*compare, "--resume", str(trace), "--csv", str(link)], f"--resume {trace} and --csv {link} are the same file"),
+        (
+            ["inspect", str(trace), "--html", str(trace)],
+            f"--html {trace} is a file that is read: the trace {trace}",
+        ),
+        (
+            [*compare, "--resume", str(trace), "--csv", str(link)],
+            f"--resume {trace} and --csv {link} are the same file",
+        ),
         ([*compare, "--trace", new, "--csv", str(tmp_path / "dangling")], "are the same file"),
         ([*compare, "--html", str(prompts)], f"--prompts {prompts}"),
         ([*of_model, str(weights)], f"--target {model}"),
         ([*of_model, str(blob)], f"--target {model}"),
         ([*of_model, str(model / "weights.jsonl")], f"--target {model}"),
         ([*generate, str(demo.folder("target") / "model.safetensors")], "the bundled model"),
-        (["generate", "hi", "--exit-layer", str(blob), "--trace", str(blob)], f"--exit-layer {blob}"),
-        (["generate", "hi", "--profile", str(model), "--trace", str(weights)], f"--profile {model}"),
+        (
+            ["generate", "hi", "--exit-layer", str(blob), "--trace", str(blob)],
+            f"--exit-layer {blob}",
+        ),
+        (
+            ["generate", "hi", "--profile", str(model), "--trace", str(weights)],
+            f"--profile {model}",
+        ),
         (["tune", "--prompts", str(model / "profile.yaml"), "--out", str(model)], "--prompts"),
     ]
     (model / "profile.yaml").write_text("prompts: [a b c]\n")
@@ -147,16 +179,31 @@ def test_standard_input_is_an_input(tmp_path: Path) -> None:
     assert b"is a file that is read: standard input" in err
 
 
-def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For no option or argument that takes a path or a model: they would be the working folder and a file of this name."""
+def test_empty_text_and_a_dash_are_no_paths_and_no_models(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For no option or argument that takes a path or a model: they would be the working folder and
+    a file of this name."""
     given = []
     for name in COMMANDS:
         for option, parameter in signature(commands.command(name)).parameters.items():
-            if "Path" in str(parameter.annotation) or option in ("target", "draft", "revision", "draft_revision"):
-                given.append([name, *([] if option == "traces" else [f"--{option.replace('_', '-')}"])])
+            if "Path" in str(parameter.annotation) or option in (
+                "target",
+                "draft",
+                "revision",
+                "draft_revision",
+            ):
+                given.append(
+                    [name, *([] if option == "traces" else [f"--{option.replace('_', '-')}"])]
+                )
     monkeypatch.chdir(tmp_path)
-    for value, why in (("", "it is empty"), ("-", "it is -, which is no file (/dev/stdout is standard output)")):
-        for arguments, ended in zip(given, one_by_one(*([*each, value] for each in given)), strict=True):
+    for value, why in (
+        ("", "it is empty"),
+        ("-", "it is -, which is no file (/dev/stdout is standard output)"),
+    ):
+        for arguments, ended in zip(
+            given, one_by_one(*([*each, value] for each in given)), strict=True
+        ):
             assert (ended.code, ended.out) == (2, ""), arguments
             assert ended.err.startswith("error: Invalid value for '")
             assert ended.err.endswith(f"{why}. See --help\n")
@@ -167,7 +214,9 @@ def test_empty_text_and_a_dash_are_no_paths_and_no_models(monkeypatch: pytest.Mo
 # ------------------------------------------------------------------ one process for each trace
 
 
-def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(tmp_path: Path, main: Main) -> None:
+def test_a_second_writer_of_a_trace_is_refused_until_the_first_ends(
+    tmp_path: Path, main: Main
+) -> None:
     path = tmp_path / "t.jsonl"
     with closing(TraceWriter(path)) as first:
         first.write(traces.start_line())
@@ -192,7 +241,9 @@ def test_a_file_that_is_no_trace_is_not_overwritten_by_one(tmp_path: Path, main:
     assert path.read_text().startswith("{\n")
 
 
-def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(tmp_path: Path, main: Main) -> None:
+def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(
+    tmp_path: Path, main: Main
+) -> None:
     path, link, old = tmp_path / "t.jsonl", tmp_path / "link.jsonl", tmp_path / "old.jsonl"
     link.symlink_to(path)
     old.write_text("precious")
@@ -206,21 +257,40 @@ def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(tmp_path:
 
 
 @FULL
-def test_a_comparison_shows_its_table_before_it_fails_to_write(compare: Compare, full: Path, tmp_path: Path) -> None:
+def test_a_comparison_shows_its_table_before_it_fails_to_write(
+    compare: Compare, full: Path, tmp_path: Path
+) -> None:
     page_file = tmp_path / "page.html"
-    options = ("-m", "lookup", "-n", "3", "--repeats", "1", "--limit", "1", "--html", str(page_file))
+    options = (
+        "-m",
+        "lookup",
+        "-n",
+        "3",
+        "--repeats",
+        "1",
+        "--limit",
+        "1",
+        "--html",
+        str(page_file),
+    )
     for option, what in (("--csv", ""), ("--trace", "the trace ")):
         code, out, err = compare(*options, option, str(full))
         assert (code, err) == (1, f"error: cannot write {what}{full}: No space left on device\n")
         assert "lookup" in out or what
         assert "tokens" in out
-        assert page_file.read_text(encoding="utf-8").startswith("<!doctype html>"), "the other files are written"
+        assert page_file.read_text(encoding="utf-8").startswith("<!doctype html>"), (
+            "the other files are written"
+        )
         page_file.unlink()
 
 
 @FULL
-def test_a_generation_shows_its_text_before_its_trace_failed(main: Main, pair: tuple[str, ...], full: Path) -> None:
-    code, out, err = main("generate", "abc", "-q", *pair, "--device", "cpu", "-n", "20", "--trace", full)
+def test_a_generation_shows_its_text_before_its_trace_failed(
+    main: Main, pair: tuple[str, ...], full: Path
+) -> None:
+    code, out, err = main(
+        "generate", "abc", "-q", *pair, "--device", "cpu", "-n", "20", "--trace", full
+    )
     assert (code, err) == (1, f"error: cannot write the trace {full}: No space left on device\n")
     assert len(out) > 10
 
@@ -233,9 +303,14 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
 
     monkeypatch.setattr("specgen.tune.tuner.tune", lambda *_: outcome())
     monkeypatch.setattr("specgen.pair.profile.save", fails)
-    result = CliRunner().invoke(app, ["tune", *pair, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), "--json"])
+    result = CliRunner().invoke(
+        app,
+        ["tune", *pair, "--device", "cpu", "--dtype", "float32", "--out", str(tmp_path), "--json"],
+    )
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1] == "error: cannot write the profile: No space left on device"
+    assert (
+        result.stderr.splitlines()[-1] == "error: cannot write the profile: No space left on device"
+    )
     assert "saved" not in result.stderr
     line = json.loads(result.stdout)
     assert (line["chosen"]["method"], line["profile"]) == ("svip", None)
@@ -244,7 +319,9 @@ def test_tune_prints_its_answer_before_it_fails_to_save(
 # ------------------------------------------------------------------ streams and the environment
 
 
-def test_a_recorded_run_is_replaced_with_a_line_and_those_of_several_prompts_are_kept(main: Main, tmp_path: Path) -> None:
+def test_a_recorded_run_is_replaced_with_a_line_and_those_of_several_prompts_are_kept(
+    main: Main, tmp_path: Path
+) -> None:
     path = tmp_path / "t.jsonl"
     arguments = ("generate", "--trace", path, "-n", "2", "-m", "ar")
     code, _, err = main(*arguments, "def f(")

@@ -1,4 +1,5 @@
-"""What is found to draft for a target: what is searched, what is remembered, and what is left out."""
+"""What is found to draft for a target: what is searched, what is remembered, and what is left
+out."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of models with the bundled target, `big`, and its draft, `small`. Beside it empty folders: the hub cache, and the
-    folder of caches."""
+    """A folder of models with the bundled target, `big`, and its draft, `small`. Beside it empty
+    folders: the hub cache, and the folder of caches."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "hub").mkdir()
@@ -58,8 +59,14 @@ def names(place: Path) -> list[str]:
 
 
 def random_model(folder: Path) -> Path:
-    """Saves a small model with the bundled tokenizer and random weights, of which the bundled target accepts nothing."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 4096, "max_position_embeddings": 1024}
+    """Saves a small model with the bundled tokenizer and random weights, of which the bundled
+    target accepts nothing."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": 4096,
+        "max_position_embeddings": 1024,
+    }
     save(make_model("llama", **sizes, tie_word_embeddings=True), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo.folder("draft") / name, folder)
@@ -78,7 +85,9 @@ def raising(error: Exception) -> Callable[..., Any]:
 # what is remembered
 
 
-def test_a_second_search_opens_no_file_of_what_was_found(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_search_opens_no_file_of_what_was_found(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = searched(place).found
     for name in ("read_config", "load_tokenizer", "describe", "open_model", "open_part"):
         monkeypatch.setattr(finding, name, raising(AssertionError(name)))
@@ -89,7 +98,9 @@ def test_a_second_search_opens_no_file_of_what_was_found(place: Path, monkeypatc
     assert [(each.name, each.folder) for each in by_name] == [("small", place / "small")]
 
 
-@pytest.mark.parametrize("change", ["a model more", "other contents", "a model less", "the target", "other versions"])
+@pytest.mark.parametrize(
+    "change", ["a model more", "other contents", "a model less", "the target", "other versions"]
+)
 def test_a_changed_file_is_seen(place: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(place) == ["small"]
     if change == "a model more":
@@ -111,7 +122,9 @@ def test_a_changed_file_is_seen(place: Path, change: str, monkeypatch: pytest.Mo
         assert names(place) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": 1}', '{"state": "STATE", "found": [{"kind": 1}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"state": 1}', '{"state": "STATE", "found": [{"kind": 1}]}']
+)
 def test_a_damaged_memory_is_made_anew(place: Path, content: str) -> None:
     state = searched(place).state
     (memory,) = (Path(os.environ["SPECGEN_CACHE"]) / "drafters").glob("*.json")
@@ -119,7 +132,9 @@ def test_a_damaged_memory_is_made_anew(place: Path, content: str) -> None:
     assert names(place) == ([] if "kind" in content else ["small"])
 
 
-def test_a_start_reads_the_weights_for_fingerprints_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_reads_the_weights_for_fingerprints_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digests = Mock(side_effect=weights._digests)
     monkeypatch.setattr(weights, "_digests", digests)
     monkeypatch.setattr(weights, "_known_digests", {})
@@ -134,7 +149,9 @@ def test_a_start_reads_the_weights_for_fingerprints_once(place: Path, monkeypatc
     "options",
     [("--backend", "transformers"), ("--dtype", "bfloat16"), ("--repetition-penalty", "1.3")],
 )
-def test_what_one_way_to_run_the_models_showed_is_not_taken_for_another(place: Path, options: Sequence[str]) -> None:
+def test_what_one_way_to_run_the_models_showed_is_not_taken_for_another(
+    place: Path, options: Sequence[str]
+) -> None:
     assert "tokens accepted in a short trial" in generated(place).stderr
     learned = searched(place).found
     with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +206,9 @@ def test_a_model_with_other_tokens_is_no_drafter(place: Path) -> None:
     assert names(place) == []
 
 
-@pytest.mark.parametrize("layout", ["in one folder", "in folders of their own", "the folder is named"])
+@pytest.mark.parametrize(
+    "layout", ["in one folder", "in folders of their own", "the folder is named"]
+)
 def test_a_smaller_gguf_file_beside_a_gguf_target_drafts(place: Path, layout: str) -> None:
     own = layout != "in one folder"
     folders = [place / name if own else place for name in ("large", "little")]
@@ -223,7 +242,11 @@ def test_gguf_files_in_the_hub_cache_draft_if_they_fit(place: Path) -> None:
     alone.mkdir()
     target = write_model(module, "qwen2", alone / "target.gguf", "Q8_0")
     (found,) = search(prepare(ModelSource(str(target)), lambda _: None)).found
-    assert (found.folder, found.kind, found.name) == (little, "draft model", "lab/tiny-GGUF:tiny-Q8_0.gguf")
+    assert (found.folder, found.kind, found.name) == (
+        little,
+        "draft model",
+        "lab/tiny-GGUF:tiny-Q8_0.gguf",
+    )
 
 
 # what is left out
@@ -236,13 +259,17 @@ def test_a_model_that_lacks_a_tensor_is_left_out_with_one_line(place: Path) -> N
     assert len(searched(place).left_out) == 1, "known from the headers"
     ended = generated(place)
     assert ended.exit_code == 0
-    line = f"left out {place / 'small'}: {place / 'small'} lacks 1 of its tensors (the first: norm.weight)"
+    line = (
+        f"left out {place / 'small'}: {place / 'small'} lacks 1 of its tensors (the "
+        "first: norm.weight)"
+    )
     assert [each for each in ended.stderr.splitlines() if "left out" in each] == [line]
     assert ended.stdout == generated(place, "-d", "none").stdout
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(ValueError("odd\nfile"), "odd file"), (SpecgenError("it is damaged", ""), "it is damaged")]
+    ("error", "text"),
+    [(ValueError("odd\nfile"), "odd file"), (SpecgenError("it is damaged", ""), "it is damaged")],
 )
 def test_a_model_that_does_not_load_is_left_out_and_the_next_one_drafts(
     place: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
@@ -301,7 +328,14 @@ def test_a_sampled_run_with_a_seed_has_one_text_before_and_after_the_trial(place
 
 
 @pytest.mark.parametrize(
-    ("method", "looks"), [("ar", False), ("lookup", False), ("eagle", "heads"), ("sd", "untried"), ("pearl", "unloaded")]
+    ("method", "looks"),
+    [
+        ("ar", False),
+        ("lookup", False),
+        ("eagle", "heads"),
+        ("sd", "untried"),
+        ("pearl", "unloaded"),
+    ],
 )
 def test_a_method_looks_for_what_it_can_use_only(
     place: Path, monkeypatch: pytest.MonkeyPatch, method: str, looks: bool | str
@@ -326,13 +360,17 @@ ALL_TYPES = sorted(CONFIG_MAPPING_NAMES)
 SOME_TYPES = {"blt", "clip", "vit", "wav2vec2", "whisper", *random.Random(0).sample(ALL_TYPES, 20)}
 
 
-@pytest.mark.parametrize("types", [SOME_TYPES, pytest.param(ALL_TYPES, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "types", [SOME_TYPES, pytest.param(ALL_TYPES, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_no_type_of_model_ends_a_run_as_a_neighbour_or_has_a_traceback_as_a_target(
     place: Path, types: Collection[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finding, "MOST_FOLDERS", 2 * len(ALL_TYPES))
     for model_type in sorted(types):
-        folder = of_type(place.parent / "hub" / f"models--a--{model_type}" / "snapshots" / "x", model_type)
+        folder = of_type(
+            place.parent / "hub" / f"models--a--{model_type}" / "snapshots" / "x", model_type
+        )
         for use in (describe, lambda folder, source: prepare(source, lambda _: None)):
             with suppress(SpecgenError):
                 use(folder, ModelSource(str(folder), model_type))
@@ -350,7 +388,9 @@ def test_such_a_target_is_one_line(place: Path, model_type: str) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("methods", "looks"), [("lookup,eagle", "heads"), ("lookup,adaptive", "untried")])
+@pytest.mark.parametrize(
+    ("methods", "looks"), [("lookup,eagle", "heads"), ("lookup,adaptive", "untried")]
+)
 def test_compare_loads_a_model_that_was_found_only_for_methods_that_may_use_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, methods: str, looks: str
 ) -> None:

@@ -12,12 +12,18 @@ from transformers import AutoModelForCausalLM
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a Llama, its near copy, one in torchao's format, and families that transformers runs."""
+    """A folder with a Llama, its near copy, one in torchao's format, and families that transformers
+    runs."""
     folder = tmp_path_factory.mktemp("foreign")
     tokenizer = make_tokenizer(LETTERS)
     tokenizer.chat_template = CHAT_TEMPLATE
     llama = make_model("llama")
-    made = {"llama": llama, "near": near_copy(llama), "mamba2": make_model("mamba2"), "gpt2": make_model("gpt2")}
+    made = {
+        "llama": llama,
+        "near": near_copy(llama),
+        "mamba2": make_model("mamba2"),
+        "gpt2": make_model("gpt2"),
+    }
     for name, model in made.items():
         save(model, folder / name, tokenizer)
     return folder
@@ -44,12 +50,28 @@ def stderr_of(*arguments: str) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_a_quiet_run_on_transformers_writes_nothing_to_stderr(models: Path, name: str) -> None:
     target = str(models / name)
-    assert stderr_of("generate", "-q", "-t", target, "--backend", "transformers", "-n", "4", "abc") == []
+    assert (
+        stderr_of("generate", "-q", "-t", target, "--backend", "transformers", "-n", "4", "abc")
+        == []
+    )
 
 
-def test_quiet_baselines_of_a_quantised_model_write_nothing_to_stderr(models: Path, rounded: Path) -> None:
+def test_quiet_baselines_of_a_quantised_model_write_nothing_to_stderr(
+    models: Path, rounded: Path
+) -> None:
     methods = "transformers,transformers-assisted,sd"
-    named = ["-t", str(rounded), "-d", str(models / "near"), "-m", methods, "-n", "4", "--limit", "1"]
+    named = [
+        "-t",
+        str(rounded),
+        "-d",
+        str(models / "near"),
+        "-m",
+        methods,
+        "-n",
+        "4",
+        "--limit",
+        "1",
+    ]
     assert stderr_of("compare", "-q", *named) == []
 
 
@@ -57,7 +79,10 @@ def test_a_run_says_in_one_line_why_transformers_runs_the_model(
     models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Unless the user asked for it; a draft model is named too."""
-    why = "runs on transformers, which is slower: the native decoder does not support model_type = 'gpt2'"
+    why = (
+        "runs on transformers, which is slower: the native decoder does not support "
+        "model_type = 'gpt2'"
+    )
     slow = str(models / "gpt2")
     both = ["-t", slow, "-d", slow, "-n", "4"]
     for command in (["generate", *both, "abc"], ["compare", *both, "-m", "lookup", "--limit", "1"]):

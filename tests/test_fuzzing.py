@@ -1,4 +1,5 @@
-"""Generated files and options: each command ends with an exit code, at most one line of an error, and no traceback."""
+"""Generated files and options: each command ends with an exit code, at most one line of an error,
+and no traceback."""
 
 from __future__ import annotations
 
@@ -16,14 +17,54 @@ from hypothesis import strategies as st
 
 from specgen.methods import METHODS
 
-FEW = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-NUMBERS = st.sampled_from([0, -1, 1, 2, 17, 2**31, 2**63, 10**400, 1.5, 1e299, 5e-324, float("nan"), float("inf")])
-ODD = ["", " ", "x", "\x1b[2J\x9b31m", "=1+1", "a\nb\r\t", "é\u202e\u2028", "\ud800", "[bold]", "a" * 5000]
+FEW = settings(
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+NUMBERS = st.sampled_from(
+    [0, -1, 1, 2, 17, 2**31, 2**63, 10**400, 1.5, 1e299, 5e-324, float("nan"), float("inf")]
+)
+ODD = [
+    "",
+    " ",
+    "x",
+    "\x1b[2J\x9b31m",
+    "=1+1",
+    "a\nb\r\t",
+    "é\u202e\u2028",
+    "\ud800",
+    "[bold]",
+    "a" * 5000,
+]
 TEXTS = st.sampled_from(ODD) | st.text(max_size=5)
 PLAIN = NUMBERS | TEXTS | st.none() | st.booleans()
 VALUES = PLAIN | st.lists(PLAIN, max_size=3) | st.dictionaries(TEXTS, PLAIN, max_size=2)
-GIVEN = ["0", "-1", "1", "2", "7", "1e3", "nan", "inf", "x", "", "٣", "0x10", "1.5", "0.5", "9" * 400, "1e-320", "true", "auto"]
-MODEL_FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+GIVEN = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "7",
+    "1e3",
+    "nan",
+    "inf",
+    "x",
+    "",
+    "٣",
+    "0x10",
+    "1.5",
+    "0.5",
+    "9" * 400,
+    "1e-320",
+    "true",
+    "auto",
+]
+MODEL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "model.safetensors",
+]
 Main = Callable[..., tuple[int, str, str]]
 
 
@@ -47,7 +88,11 @@ def damaged(draw: st.DrawFn, valid: Any) -> Any:
 def cut(draw: st.DrawFn, data: bytes) -> bytes:
     """Bytes of which a part may be replaced by noise."""
     start = draw(st.integers(0, 10 * len(data)))
-    return data[:start] + draw(st.binary(max_size=8)) + data[start + draw(st.integers(0, 20)) :] if start < len(data) else data
+    return (
+        data[:start] + draw(st.binary(max_size=8)) + data[start + draw(st.integers(0, 20)) :]
+        if start < len(data)
+        else data
+    )
 
 
 def as_lines(values: list[Any]) -> bytes:
@@ -72,8 +117,12 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 @FEW
 @given(data=st.data())
-def test_a_damaged_trace_is_shown_or_refused(main: Main, tmp_path: Path, data: st.DataObject) -> None:
-    view: tuple[str, ...] = data.draw(st.sampled_from([(), ("--json",), ("--html", "{page}", "-q")]))
+def test_a_damaged_trace_is_shown_or_refused(
+    main: Main, tmp_path: Path, data: st.DataObject
+) -> None:
+    view: tuple[str, ...] = data.draw(
+        st.sampled_from([(), ("--json",), ("--html", "{page}", "-q")])
+    )
     lines = [*traces.a_recorded_run(3), *traces.a_run("pearl", spec="pearl", category="c")]
     number = data.draw(st.integers(0, len(lines) - 1))
     path, page = tmp_path / "t.jsonl", tmp_path / "page.html"
@@ -102,11 +151,18 @@ def test_a_damaged_model_generates_or_is_refused(
 
 @FEW
 @given(data=st.data())
-def test_any_options_generate_or_are_refused(main: Main, pair: tuple[str, ...], data: st.DataObject) -> None:
+def test_any_options_generate_or_are_refused(
+    main: Main, pair: tuple[str, ...], data: st.DataObject
+) -> None:
     usable = [name for name, each in METHODS.items() if not each.head and not each.needs_exit_layer]
-    method, values = data.draw(st.sampled_from(usable)), st.sampled_from(GIVEN)
-    names = data.draw(st.lists(st.sampled_from(["temperature", "top-p", "top-k", "seed"]), max_size=2))
+    method = data.draw(st.sampled_from(usable))
+    values = st.sampled_from(GIVEN)
+    names = data.draw(
+        st.lists(st.sampled_from(["temperature", "top-p", "top-k", "seed"]), max_size=2)
+    )
     given = [f"--{name}={data.draw(values)}" for name in names]
-    for name in data.draw(st.lists(st.sampled_from([*METHODS[method].settings, "policy", "k"]), max_size=2)):
+    for name in data.draw(
+        st.lists(st.sampled_from([*METHODS[method].settings, "policy", "k"]), max_size=2)
+    ):
         given += ["--set", f"{name}={data.draw(values)}"]
     main("generate", "abc abc", *pair, "--device", "cpu", "-q", "-n", "4", "-m", method, *given)

@@ -1,4 +1,5 @@
-"""GGUF files that are damaged or made to do harm: each is refused in one line, before anything large is allocated."""
+"""GGUF files that are damaged or made to do harm: each is refused in one line, before anything
+large is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from specgen.engine.gguf.file import is_gguf, open_gguf
 from specgen.engine.gguf.header import read_header
 
 DAMAGED_MODELS = 60
-STRING, ARRAY, UINT8, UINT32, UINT64 = 8, 9, 0, 4, 10
+STRING = 8
+ARRAY = 9
+UINT8 = 0
+UINT32 = 4
+UINT64 = 10
 METADATA = {
     "general.architecture": "llama",
     "llama.block_count": 1,
@@ -73,22 +78,31 @@ REFUSED = {
     "the file ends within its header": header([], [])[:20],
     "GGUF of version 1, and the versions 2 and 3 are read": header([], [], version=1),
     "it is in big-endian byte order": header([], [], order=">"),
-    "claims 9,223,372,036,854,775,808 tensors: more than the file can hold": b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0),
+    "claims 9,223,372,036,854,775,808 tensors: more than the file can hold": b"GGUF"
+    + struct.pack("<IQQ", 3, HUGE, 0),
     "claims 9,223,372,036,854,775,808 metadata values": b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE),
     "header: longer": file_with([pair("a", STRING, struct.pack("<Q", HUGE))], []),
-    "two metadata values have the key a": file_with([pair("a", UINT8, b"1"), pair("a", UINT8, b"2")], []),
+    "two metadata values have the key a": file_with(
+        [pair("a", UINT8, b"1"), pair("a", UINT8, b"2")], []
+    ),
     "a metadata key is empty": file_with([pair("", UINT8, b"1")], []),
     "a metadata key has control characters: a␛[2J": file_with([pair("a\x1b[2J", UINT8, b"1")], []),
     "a metadata key is not UTF-8": file_with([pair(b"a\xff", UINT8, b"1")], []),
     "a string in a is not UTF-8": file_with([pair("a", STRING, text(b"\xc3("))], []),
     "a has the unknown value type 13": file_with([pair("a", 13, b"1")], []),
     "b has the unknown value type 99": file_with([pair("b", ARRAY, array(99, 1, b"1"))], []),
-    "claims 9,223,372,036,854,775,808 values in a": file_with([pair("a", ARRAY, array(UINT64, HUGE))], []),
+    "claims 9,223,372,036,854,775,808 values in a": file_with(
+        [pair("a", ARRAY, array(UINT64, HUGE))], []
+    ),
     "claims 1,099,511,627,776 values in a": file_with([pair("a", ARRAY, array(STRING, 2**40))], []),
     "claims 4,294,967,296 values in a": file_with([pair("a", ARRAY, array(ARRAY, 2**32))], []),
     "the arrays in a are nested too deeply": file_with([pair("a", ARRAY, nested(10_000))], []),
-    "general.alignment is 0, not a power of two": file_with([pair("general.alignment", UINT32, bytes(4))], []),
-    "general.alignment is 48": file_with([pair("general.alignment", UINT32, struct.pack("<I", 48))], []),
+    "general.alignment is 0, not a power of two": file_with(
+        [pair("general.alignment", UINT32, bytes(4))], []
+    ),
+    "general.alignment is 48": file_with(
+        [pair("general.alignment", UINT32, struct.pack("<I", 48))], []
+    ),
     "general.alignment is x": file_with([pair("general.alignment", STRING, text("x"))], []),
     "two tensors have the name a": file_with([], [tensor("a", [4]), tensor("a", [4], offset=32)]),
     "a tensor's name is empty": file_with([], [tensor("", [4])]),
@@ -97,13 +111,17 @@ REFUSED = {
     "a has 5 dimensions": file_with([], [tensor("a", [1] * 5)]),
     "a has 0 dimensions": file_with([], [tensor("a", [])]),
     "a has the impossible shape 0 x 4": file_with([], [tensor("a", [4, 0])]),
-    "a has the impossible shape 4294967296 x 4294967296": file_with([], [tensor("a", [2**32, 2**32])]),
+    "a has the impossible shape 4294967296 x 4294967296": file_with(
+        [], [tensor("a", [2**32, 2**32])]
+    ),
     "a row of a has 48 elements, and blocks of Q4_0 have 32": file_with([], [tensor("a", [48], 2)]),
     "a is not aligned to 32 bytes": file_with([], [tensor("a", [4], offset=16)]),
     "a ends at byte 144, and the file has 128 bytes": file_with([], [tensor("a", [20])]),
     "a ends at byte 9,223,372,036,854,775,888": file_with([], [tensor("a", [4], offset=HUGE)]),
     "b overlaps another tensor": file_with([], [tensor("a", [12]), tensor("b", [4], offset=32)]),
-    "a is stored as IQ2_XXS. Take a file with Q4_K_M, Q6_K or Q8_0 in its name": file_with([], [tensor("a", [256], 16)]),
+    "a is stored as IQ2_XXS. Take a file with Q4_K_M, Q6_K or Q8_0 in its name": file_with(
+        [], [tensor("a", [256], 16)]
+    ),
     "a is stored in the unknown type 77": file_with([], [tensor("a", [4], 77)]),
     "is one of 2 parts, and its name does not end like -00001-of-00002.gguf": file_with(SPLIT, []),
     "its split.count is x": file_with([pair("split.count", STRING, text("x"))], []),
@@ -126,9 +144,14 @@ def test_what_breaks_the_format_is_named_in_one_line(tmp_path: Path, words: str)
     assert expected in refusal(path)
 
 
-def test_a_header_of_more_values_than_a_model_needs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_of_more_values_than_a_model_needs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.gguf"
-    numbers = pair("a", ARRAY, array(UINT8, 5, bytes(5))), pair("b", ARRAY, array(UINT8, 5, bytes(5)))
+    numbers = (
+        pair("a", ARRAY, array(UINT8, 5, bytes(5))),
+        pair("b", ARRAY, array(UINT8, 5, bytes(5))),
+    )
     path.write_bytes(file_with([*numbers], [tensor("a", [4]), tensor("b", [4], offset=32)]))
     assert open_gguf(path, "the model").metadata == {"a": [0] * 5, "b": [0] * 5}
     for limit, most, words in (
@@ -190,7 +213,11 @@ def with_huge_number(content: bytes, dice: random.Random, place: Callable[[], in
     number = dice.choice((2**64 - 1, 2**63, 2**62, 2**40, 2**32, 2**31 - 1, len(content), 2**16, 0))
     width = dice.choice((4, 8))
     start = place()
-    return content[:start] + (number % 2 ** (8 * width)).to_bytes(width, "little") + content[start + width :]
+    return (
+        content[:start]
+        + (number % 2 ** (8 * width)).to_bytes(width, "little")
+        + content[start + width :]
+    )
 
 
 def spliced(content: bytes, dice: random.Random, place: Callable[[], int]) -> bytes:
@@ -204,24 +231,34 @@ def spliced(content: bytes, dice: random.Random, place: Callable[[], int]) -> by
 DAMAGES = flipped, truncated, with_huge_number, spliced
 
 
-@pytest.mark.parametrize(("seeds", "least"), [(range(200), 60), pytest.param(range(200, 2200), 600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seeds", "least"),
+    [(range(200), 60), pytest.param(range(200, 2200), 600, marks=pytest.mark.slow)],
+)
 def test_damaged_files_are_refused_in_one_line_or_read_without_large_allocations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: range, least: int
 ) -> None:
-    """Half of the files are a part of a split one. Most damages are in the header, where they do most harm."""
+    """Half of the files are a part of a split one. Most damages are in the header, where they do
+    most harm."""
     tensors = {kind: random_stored((2, 256), kind, seed) for seed, kind in enumerate(TYPES)}
     whole = write_gguf(tmp_path / "whole.gguf", METADATA, tensors)
     parts = write_gguf(tmp_path / "m.gguf", METADATA, tensors, parts=2)
     contents = {path: path.read_bytes() for path in (*whole, *parts)}
-    monkeypatch.setattr("specgen.engine.gguf.file._kept_header", lambda path, state: read_header(path))
-    ends = {path: min(found.offset for found in read_header(path).tensors.values()) for path in contents}
+    monkeypatch.setattr(
+        "specgen.engine.gguf.file._kept_header", lambda path, state: read_header(path)
+    )
+    ends = {
+        path: min(found.offset for found in read_header(path).tensors.values()) for path in contents
+    }
     refused = 0
     for seed in seeds:
         dice = random.Random(seed)
         path = dice.choice((*whole, dice.choice(parts)))
         content = contents[path]
 
-        def place(dice: random.Random = dice, end: int = ends[path], size: int = len(content)) -> int:
+        def place(
+            dice: random.Random = dice, end: int = ends[path], size: int = len(content)
+        ) -> int:
             return dice.randrange(end if dice.random() < 0.8 else size)
 
         path.write_bytes(dice.choice(DAMAGES)(content, dice, place))
@@ -253,9 +290,13 @@ def check_reading(path: Path, seed: int) -> str | None:
     return None
 
 
-def test_damaged_files_load_or_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_load_or_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the config, the tokenizer and the weights. All damages are in the header."""
-    monkeypatch.setattr("specgen.engine.gguf.file._kept_header", lambda path, state: read_header(path))
+    monkeypatch.setattr(
+        "specgen.engine.gguf.file._kept_header", lambda path, state: read_header(path)
+    )
     path = write_model(model_of("qwen2"), "qwen2", tmp_path / "model.gguf", "Q8_0")
     content = path.read_bytes()
     header_end = min(found.offset for found in read_header(path).tensors.values())
@@ -267,7 +308,9 @@ def test_damaged_files_load_or_are_refused_in_one_line(tmp_path: Path, monkeypat
         def place(dice: random.Random = dice) -> int:
             return dice.randrange(header_end)
 
-        path.write_bytes(dice.choice((flipped, flipped, with_huge_number, spliced))(content, dice, place))
+        path.write_bytes(
+            dice.choice((flipped, flipped, with_huge_number, spliced))(content, dice, place)
+        )
         try:
             with specgen.load(str(path), dtype="float32", backend="native") as pair:
                 assert pair.tokenizer.vocabulary(), seed

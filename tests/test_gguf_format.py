@@ -31,7 +31,9 @@ def test_a_published_file_is_read_as_by_the_gguf_package() -> None:
     ours = open_gguf(source, "the model")
     theirs = GGUFReader(source)
 
-    stated = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
+    stated = {
+        key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")
+    }
     assert ours.metadata == stated
     assert ours.paths == (source,)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
@@ -39,7 +41,9 @@ def test_a_published_file_is_read_as_by_the_gguf_package() -> None:
         found = ours.tensors[tensor.name]
         assert found.shape == tuple(reversed(tensor.shape.tolist()))
         expected = np.array(quants.dequantize(tensor.data, tensor.tensor_type))
-        assert torch.equal(read_tensor(found), torch.from_numpy(expected).view(found.shape)), tensor.name
+        assert torch.equal(read_tensor(found), torch.from_numpy(expected).view(found.shape)), (
+            tensor.name
+        )
 
 
 @pytest.mark.parametrize("kind", SCALES)
@@ -57,7 +61,9 @@ def test_any_bytes_stand_for_the_values_of_the_gguf_package_bit_for_bit(kind: st
     assert is_number.any()
 
 
-def test_tensors_of_every_type_are_read_whole_and_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_every_type_are_read_whole_and_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = tensors_of_every_type()
     monkeypatch.setattr(blocks, "_PIECE_ELEMENTS", 512)
     (path,) = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, written)
@@ -90,13 +96,21 @@ def test_a_split_file_is_the_same_model_as_the_whole_one(tmp_path: Path) -> None
 
 
 def test_a_fingerprint_tells_models_apart_and_nothing_else(tmp_path: Path) -> None:
-    """It knows weights, sizes, and what changes the computation; not names, chat templates, and where a file is."""
-    metadata = {"general.architecture": "llama", "general.name": "a", "tokenizer.chat_template": "x", "llama.rope.freq_base": 1e4}
+    """It knows weights, sizes, and what changes the computation; not names, chat templates, and
+    where a file is."""
+    metadata = {
+        "general.architecture": "llama",
+        "general.name": "a",
+        "tokenizer.chat_template": "x",
+        "llama.rope.freq_base": 1e4,
+    }
     written = tensors_of_every_type(rows=64)
 
     def fingerprint(tensors: Mapping[str, Stored] = written, **changed: Any) -> str:
         named = {key.replace("__", "."): value for key, value in changed.items()}
-        (path,) = write_gguf(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", metadata | named, tensors)
+        (path,) = write_gguf(
+            tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", metadata | named, tensors
+        )
         return gguf_fingerprint(open_gguf(path, "the model"))
 
     expected = fingerprint()
@@ -121,7 +135,11 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_file_that_becomes_shorter_is_an_error_of_the_system(tmp_path: Path) -> None:
-    (path,) = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"a": random_stored((64, 32), "Q8_0", 0)})
+    (path,) = write_gguf(
+        tmp_path / "model.gguf",
+        {"general.architecture": "llama"},
+        {"a": random_stored((64, 32), "Q8_0", 0)},
+    )
     tensor = open_gguf(path, "the model").tensors["a"]
     os.truncate(path, tensor.offset + 100)
     with pytest.raises(OSError, match="has become shorter"):
@@ -150,7 +168,8 @@ def scale_and_minimum(packed: bytes, group: int) -> tuple[int, int]:
 
 def k_element(block: bytes, element: int, number: int) -> np.float32:
     scale, minimum = scale_and_minimum(block[4:16], element // 32)
-    size, offset = half(block, 0) * np.float32(scale), half(block, 2) * np.float32(minimum)
+    size = half(block, 0) * np.float32(scale)
+    offset = half(block, 2) * np.float32(minimum)
     return size * np.float32(number) - offset
 
 
@@ -184,9 +203,15 @@ def iq4_xs(block: bytes, element: int) -> np.float32:
     return scale * np.float32(values[byte >> 4 if place >= 16 else byte & 15])
 
 
-@pytest.mark.parametrize(("kind", "element_of"), [("Q4_K", q4_k), ("Q5_K", q5_k), ("Q6_K", q6_k), ("IQ4_XS", iq4_xs)])
-def test_blocks_of_256_elements_stand_for_what_the_format_says(kind: str, element_of: Callable[[bytes, int], np.float32]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "element_of"), [("Q4_K", q4_k), ("Q5_K", q5_k), ("Q6_K", q6_k), ("IQ4_XS", iq4_xs)]
+)
+def test_blocks_of_256_elements_stand_for_what_the_format_says(
+    kind: str, element_of: Callable[[bytes, int], np.float32]
+) -> None:
     content = random_stored((4, 256), kind, seed=5).content
     values = blocks.dequantise(torch.from_numpy(content), blocks.TYPES[kind])
-    expected = [[element_of(block.tobytes(), element) for element in range(256)] for block in content]
+    expected = [
+        [element_of(block.tobytes(), element) for element in range(256)] for block in content
+    ]
     assert torch.equal(values, torch.from_numpy(np.array(expected)))

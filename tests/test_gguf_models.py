@@ -1,4 +1,5 @@
-"""GGUF files as models: the same output as the model that was written, and as transformers' on a published file."""
+"""GGUF files as models: the same output as the model that was written, and as transformers' on a
+published file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import pytest
 import torch
 from cli_helpers import run_main
 from gguf_files import random_stored, write_gguf
-from gguf_models import FAMILIES, MORE_FAMILIES, ROWS, model_of, tokenizer_metadata, weights, write_model
+from gguf_models import (
+    FAMILIES,
+    MORE_FAMILIES,
+    ROWS,
+    model_of,
+    tokenizer_metadata,
+    weights,
+    write_model,
+)
 from published_model import gguf_file, needs_published_model
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,7 +37,8 @@ from specgen.engine.transformers import loading
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.weights import model_files
 
-PROMPT = torch.randint(3, 400, (150,), generator=torch.manual_seed(1)).tolist()  # longer than the sliding windows
+# longer than the sliding windows
+PROMPT = torch.randint(3, 400, (150,), generator=torch.manual_seed(1)).tolist()
 
 
 def decoded(pair: Any, prompt: list[int], count: int, method: str = "ar") -> list[int]:
@@ -43,7 +53,8 @@ def check_same_output(pair: Any, module: Any) -> None:
     with torch.no_grad():
         expected = module(torch.tensor([PROMPT + ids]), use_cache=False).logits[0]
     found = pair.target.model.reference_logits(PROMPT + ids)
-    recurrent = "linear_attention" in getattr(module.config, "layer_types", ())  # its sums run over the whole text
+    # its sums run over the whole text
+    recurrent = "linear_attention" in getattr(module.config, "layer_types", ())
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-3 if recurrent else 2e-4)
     assert ids == expected[len(PROMPT) - 1 : -1].argmax(dim=-1).tolist()
 
@@ -55,12 +66,15 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("family", "kind"), KINDS)
-def test_a_file_gives_the_output_of_the_model_that_was_written(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_gives_the_output_of_the_model_that_was_written(
+    family: str, kind: str, tmp_path: Path
+) -> None:
     if family in native_models.WRONG:
         pytest.skip("this version of transformers computes other logits")
     module = model_of(family)
     before = {name: weight.clone() for name, weight in weights(module).items()}
-    path = write_model(module, family, tmp_path / "model.gguf", kind)  # gives the model the values in the file
+    # gives the model the values in the file
+    path = write_model(module, family, tmp_path / "model.gguf", kind)
     if kind == "F32":
         for name, weight in weights(module).items():  # norms lose a bit by 1 added and subtracted
             torch.testing.assert_close(weight, before[name], rtol=0, atol=5e-7)
@@ -94,13 +108,22 @@ def test_the_published_file_answers_as_in_transformers(published: Any) -> None:
     assert file is not None
     prompt = published.tokenizer.conversation(MESSAGES)
     with quiet_transformers():
-        module = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        module = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
     options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
     expected = module.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     assert published.target.backend == "native"
     assert len(expected) > 8
     for method in ("ar", "adaptive"):
-        assert list(published.generate(prompt, method=method, sampling=SamplingParams(max_new_tokens=32)).token_ids) == expected
+        assert (
+            list(
+                published.generate(
+                    prompt, method=method, sampling=SamplingParams(max_new_tokens=32)
+                ).token_ids
+            )
+            == expected
+        )
 
 
 @needs_published_model
@@ -112,7 +135,10 @@ def test_the_published_file_has_the_tokens_of_its_model(published: Any) -> None:
     backend = theirs.backend_tokenizer
     # its own tokenizer.json splits digits, which transformers does not know from the file
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer = published.tokenizer
     for text in TEXTS:
@@ -138,46 +164,76 @@ def test_transformers_runs_files_of_known_architectures_without_reading_them(
 
 
 def test_transformers_reads_files_of_other_architectures(tmp_path: Path) -> None:
-    """Also with another base of the rotary frequencies than its reader's, which knows none for this architecture."""
+    """Also with another base of the rotary frequencies than its reader's, which knows none for this
+    architecture."""
     module = model_of("starcoder2")
-    path = write_model(module, "starcoder2", tmp_path / "model.gguf", **tokenizer_metadata(rows=ROWS))
+    path = write_model(
+        module, "starcoder2", tmp_path / "model.gguf", **tokenizer_metadata(rows=ROWS)
+    )
     with specgen.load(str(path), dtype="float32") as pair:
         assert pair.target.backend == "transformers"
         check_same_output(pair, module)
         prompt = torch.tensor([PROMPT])
-        options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": 16,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         expected = module.generate(prompt, **options)[0, len(PROMPT) :].tolist()
         for method in ("ar", "lookup", "adaptive"):
             assert decoded(pair, PROMPT, 16, method) == expected
 
 
 def test_a_scaling_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
-    more = {"starcoder2.rope.scaling.type": "linear", "starcoder2.rope.scaling.factor": 4.0, **tokenizer_metadata(rows=ROWS)}
+    more = {
+        "starcoder2.rope.scaling.type": "linear",
+        "starcoder2.rope.scaling.factor": 4.0,
+        **tokenizer_metadata(rows=ROWS),
+    }
     path = write_model(model_of("starcoder2"), "starcoder2", tmp_path / "model.gguf", **more)
-    with pytest.raises(SpecgenError, match="scales its rotary embedding, which is not supported for its architecture"):
+    with pytest.raises(
+        SpecgenError,
+        match="scales its rotary embedding, which is not supported for its architecture",
+    ):
         specgen.load(str(path))
 
 
 @pytest.mark.parametrize(
     ("missing", "words"),
     [
-        ((), "is a GGUF file of the architecture unheard, which is not supported. Take a safetensors model"),
-        (("gguf",), 'which only transformers runs, with two more packages. pip install -e ".[gguf]"'),
+        (
+            (),
+            (
+                "is a GGUF file of the architecture unheard, which is not supported. Take a "
+                "safetensors model"
+            ),
+        ),
+        (
+            ("gguf",),
+            'which only transformers runs, with two more packages. pip install -e ".[gguf]"',
+        ),
         (("accelerate",), 'pip install -e ".[gguf]"'),
     ],
 )
-def test_other_architectures_need_transformers(missing: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_other_architectures_need_transformers(
+    missing: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     path = tmp_path / "model.gguf"
     metadata = {"general.architecture": "unheard", **tokenizer_metadata()}
     write_gguf(path, metadata, {"token_embd.weight": random_stored((4, 32), "F32", 0)})
-    monkeypatch.setattr(loading, "find_spec", lambda name: None if name in missing else find_spec(name))
+    monkeypatch.setattr(
+        loading, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
     with pytest.raises(SpecgenError) as raised:
         specgen.load(str(path))
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tmp_path: Path, monkeypatch: Any) -> None:
+def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     path = write_model(model_of("qwen2"), "qwen2", tmp_path / "model.gguf", "Q8_0")
     with specgen.load(str(path)) as pair:
         assert pair.target.dtype == torch.float32
@@ -194,7 +250,10 @@ def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tm
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"llama.block_count": "three"}, "llama.block_count of 'three', which has to be a whole number"),
+        (
+            {"llama.block_count": "three"},
+            "llama.block_count of 'three', which has to be a whole number",
+        ),
         ({"llama.block_count": 4}, "lacks 9 of its tensors"),
         ({"llama.block_count": 2}, "9 tensors that its config.json does not describe"),
         ({"llama.attention.head_count": 3}, "num_key_value_heads = 2"),
@@ -204,7 +263,9 @@ def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(tm
         ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_norm_eps = 0.0"),
     ],
 )
-def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_metadata_that_does_not_fit_the_tensors_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", **changes)
     with pytest.raises(SpecgenError) as raised:
         specgen.load(str(path), backend="native")
@@ -218,7 +279,9 @@ def test_metadata_that_does_not_fit_the_tensors_is_refused(changes: dict[str, An
         (b"llama.block_count", "has no llama.block_count in its metadata"),
     ],
 )
-def test_a_file_that_lacks_what_every_model_has_is_refused(name: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_lacks_what_every_model_has_is_refused(
+    name: bytes, words: str, tmp_path: Path
+) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
     content = path.read_bytes()
     assert content.count(name) == 1
@@ -231,11 +294,31 @@ def test_a_file_that_lacks_what_every_model_has_is_refused(name: bytes, words: s
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("qwen3_moe", {"qwen3moe.expert_count": 7}, "has blk.0.ffn_down_exps.weight of 8 x 256 x 256 for 7 experts"),
-        ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "chooses its experts in a way that is not supported"),
-        ("qwen3_moe", {"qwen3moe.expert_weights_scale": 2.5}, "has a qwen3moe.expert_weights_scale of 2.5"),
-        ("granite", {"granite.rope.scaling.finetuned": False}, "has no rotary embedding, which is not supported"),
-        ("qwen3_5_text", {"qwen35.ssm.group_count": 3}, "has 3 key heads and 4 value heads in its recurrent layers"),
+        (
+            "qwen3_moe",
+            {"qwen3moe.expert_count": 7},
+            "has blk.0.ffn_down_exps.weight of 8 x 256 x 256 for 7 experts",
+        ),
+        (
+            "qwen3_moe",
+            {"qwen3moe.expert_gating_func": 2},
+            "chooses its experts in a way that is not supported",
+        ),
+        (
+            "qwen3_moe",
+            {"qwen3moe.expert_weights_scale": 2.5},
+            "has a qwen3moe.expert_weights_scale of 2.5",
+        ),
+        (
+            "granite",
+            {"granite.rope.scaling.finetuned": False},
+            "has no rotary embedding, which is not supported",
+        ),
+        (
+            "qwen3_5_text",
+            {"qwen35.ssm.group_count": 3},
+            "has 3 key heads and 4 value heads in its recurrent layers",
+        ),
         (
             "qwen3_5_text",
             {"qwen35.ssm.inner_size": 64},
@@ -258,12 +341,18 @@ def test_a_tensor_that_is_made_of_two_needs_both(tmp_path: Path) -> None:
     tensors = {"blk.0.ffn_gate_exps.weight": random_stored((2, 4, 32), "F32", 0)}
     (path,) = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     with pytest.raises(
-        SpecgenError, match=r"lacks one of the two tensors that are its model\.layers\.0\.mlp\.experts\.gate_up_proj"
+        SpecgenError,
+        match=(
+            r"lacks one of the two tensors that are its "
+            r"model\.layers\.0\.mlp\.experts\.gate_up_proj"
+        ),
     ):
         GgufTensors(path, "the model")
 
 
-def test_the_matrix_of_one_expert_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_of_one_expert_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_model(model_of("qwen3_moe"), "qwen3_moe", tmp_path / "model.gguf", "Q8_0")
     stored = GgufTensors(path, "the model")
     asked: list[range | None] = []
@@ -294,7 +383,11 @@ def described(folder: Path, architecture: str, **changes: Any) -> dict[str, Any]
         **changes,
     }
     metadata = {f"{architecture}.{key}": value for key, value in own.items()}
-    write_gguf(folder / "model.gguf", {"general.architecture": architecture, **metadata}, {"token_embd.weight": EMBEDDING})
+    write_gguf(
+        folder / "model.gguf",
+        {"general.architecture": architecture, **metadata},
+        {"token_embd.weight": EMBEDDING},
+    )
     return read_config(folder / "model.gguf", "the model")
 
 
@@ -314,10 +407,15 @@ CHANGING = {
 
 
 @pytest.mark.parametrize("key", CHANGING)
-def test_metadata_that_is_unknown_and_may_change_the_output_is_refused(key: str, tmp_path: Path) -> None:
+def test_metadata_that_is_unknown_and_may_change_the_output_is_refused(
+    key: str, tmp_path: Path
+) -> None:
     with pytest.raises(SpecgenError) as raised:
         described(tmp_path, "qwen3", **{key: CHANGING[key]})
-    assert f"the model has a qwen3.{key} of {CHANGING[key]!r} in its metadata, which is not supported" in str(raised.value)
+    assert (
+        f"the model has a qwen3.{key} of {CHANGING[key]!r} in its metadata, which is not supported"
+        in str(raised.value)
+    )
     assert str(raised.value).isprintable()
 
 
@@ -350,8 +448,15 @@ def test_rotary_settings_are_those_of_llama_cpp(tmp_path: Path) -> None:
     assert described(tmp_path, "llama", **{"rope.scaling.factor": 4.0})["rope_parameters"] == linear
     assert described(tmp_path, "llama", **{"rope.scale_linear": 4.0})["rope_parameters"] == linear
     off = {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}
-    assert described(tmp_path, "llama", **off)["rope_parameters"] == {"rope_theta": 10_000.0, "rope_type": "default"}
-    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_ext_factor": 0.5}
+    assert described(tmp_path, "llama", **off)["rope_parameters"] == {
+        "rope_theta": 10_000.0,
+        "rope_type": "default",
+    }
+    yarn = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.yarn_ext_factor": 0.5,
+    }
     with pytest.raises(SpecgenError, match="mixes its frequencies with YaRN"):
         described(tmp_path, "llama", **yarn)
 
@@ -392,10 +497,14 @@ def test_a_part_of_a_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
     assert files.shape(name) == tuple(whole.shape)
     parts = [range(3, 9), range(70, 75)]
     assert torch.equal(files.take_part(name, 0, parts), torch.cat([whole[3:9], whole[70:75]]))
-    assert torch.equal(files.take_part(name, 1, parts), torch.cat([whole[:, 3:9], whole[:, 70:75]], dim=1))
+    assert torch.equal(
+        files.take_part(name, 1, parts), torch.cat([whole[:, 3:9], whole[:, 70:75]], dim=1)
+    )
 
 
-def test_of_a_range_of_rows_only_these_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_range_of_rows_only_these_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", "Q4_K")
     stored = GgufTensors(path, "the model")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -422,7 +531,10 @@ def test_a_gguf_draft_is_not_trained(tmp_path: Path, monkeypatch: Any, capfd: An
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf")
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("some text " * 200, encoding="utf-8")
-    options = f"tune --train -t {path} -d {path} --methods sd --corpus {corpus} --steps 1 --out {tmp_path / 'out'}"
+    options = (
+        f"tune --train -t {path} -d {path} --methods sd --corpus {corpus} --steps 1 "
+        f"--out {tmp_path / 'out'}"
+    )
     code, out, err = run_main(monkeypatch, capfd, *options.split())
     assert (code, out) == (2, "")
     assert "cannot be trained: it is a GGUF file" in err

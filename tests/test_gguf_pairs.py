@@ -1,4 +1,5 @@
-"""GGUF files as target and draft model in the commands: what identifies them, the report on a pair, PEARL."""
+"""GGUF files as target and draft model in the commands: what identifies them, the report on a pair,
+PEARL."""
 
 from __future__ import annotations
 
@@ -33,21 +34,31 @@ def pair_of_files(tmp_path_factory: Any) -> tuple[Path, Path]:
     return target, write_model(model_of("qwen2"), "qwen2", folder / "draft.gguf", "Q4_0")
 
 
-def test_a_profile_fits_the_files_that_it_was_made_for(pair_of_files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_profile_fits_the_files_that_it_was_made_for(
+    pair_of_files: tuple[Path, Path], tmp_path: Path
+) -> None:
     target, draft = pair_of_files
-    other = write_model(model_of("qwen2"), "qwen2", tmp_path / "target.gguf", "Q8_0", **{"general.name": "other"})
+    other = write_model(
+        model_of("qwen2"), "qwen2", tmp_path / "target.gguf", "Q8_0", **{"general.name": "other"}
+    )
     with specgen.load(str(target), str(draft), dtype="float32") as pair:
         key = profile_key_of(pair)
     assert key["target"]["fingerprint"] == weights_fingerprint(target)
     assert key["draft"]["fingerprint"] == weights_fingerprint(draft)
     assert len({weights_fingerprint(path) for path in (target, draft, other)}) == 3
-    described = write_model(model_of("qwen2"), "qwen2", tmp_path / "copy.gguf", "F32", **{"general.name": "renamed"})
+    described = write_model(
+        model_of("qwen2"), "qwen2", tmp_path / "copy.gguf", "F32", **{"general.name": "renamed"}
+    )
     assert weights_fingerprint(described) == weights_fingerprint(target)
-    lengthened = write_model(model_of("qwen2"), "qwen2", tmp_path / "more.gguf", "F32", **{"qwen2.context_length": 1024})
+    lengthened = write_model(
+        model_of("qwen2"), "qwen2", tmp_path / "more.gguf", "F32", **{"qwen2.context_length": 1024}
+    )
     assert weights_fingerprint(lengthened) != weights_fingerprint(target)
 
 
-def test_the_headers_of_a_pair_are_read_once(pair_of_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_headers_of_a_pair_are_read_once(
+    pair_of_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     original = gguf_file.read_header
 
@@ -65,7 +76,9 @@ def test_the_headers_of_a_pair_are_read_once(pair_of_files: tuple[Path, Path], m
 def test_pearl_drafts_with_a_file(pair_of_files: tuple[Path, Path]) -> None:
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with specgen.load(*map(str, pair_of_files), dtype="float32") as pair:
-        plain, drafted = (pair.generate(PROMPT, method=method, sampling=sampling) for method in ("ar", "pearl"))
+        plain, drafted = (
+            pair.generate(PROMPT, method=method, sampling=sampling) for method in ("ar", "pearl")
+        )
     assert list(drafted.token_ids) == list(plain.token_ids)
     assert drafted.summary["accepted"] > 0
 
@@ -78,14 +91,19 @@ def test_llama_cpp_gets_the_files_themselves(
         found = from_outcome(outcome(), profile_key_of(pair))
     choice = profiles.Choice(method="sd", settings={"k": 3})
     profiles.save(found.model_copy(update={"chosen": choice}), tmp_path)
-    options = f"tune -t {target} -d {draft} --device cpu --dtype float32 --out {tmp_path} --export llama.cpp"
+    options = (
+        f"tune -t {target} -d {draft} --device cpu --dtype float32 --out {tmp_path} "
+        "--export llama.cpp"
+    )
     code, out, err = run_main(monkeypatch, capfd, *options.split(), "-m", "sd")
     assert code == 0, err
     assert f"-m {target} " in out
     assert f"-md {draft} " in out
 
 
-def test_inspect_reports_on_files_and_their_tokenizers(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_inspect_reports_on_files_and_their_tokenizers(
+    tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     named = {"tokenizer.ggml.pre": "unheard"}
     path = write_model(model_of("qwen2"), "qwen2", tmp_path / "target.gguf", "Q8_0", **named)
     command = ["inspect", "-t", str(path), "-d", "none"]
@@ -100,7 +118,9 @@ def test_inspect_reports_on_files_and_their_tokenizers(tmp_path: Path, monkeypat
     assert "is unknown, so text is split as by gpt-2" in " ".join(out.split())
 
 
-def test_the_vocabulary_of_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_of_each_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And again after the file was replaced."""
     path = tmp_path / "model.gguf"
     asked: list[str] = []

@@ -1,4 +1,5 @@
-"""Methods do in every round what was recorded, on the bundled pair. `golden_rounds.py` checks all cases and families."""
+"""Methods do in every round what was recorded, on the bundled pair. `golden_rounds.py` checks all
+cases and families."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ CASES = {name: (pair, arguments) for name, pair, arguments in cases()}
 DEMO = [name for name, (pair, _) in CASES.items() if pair == "demo" and " --" not in name]
 
 
-@pytest.mark.parametrize("case", [case for number, case in enumerate(DEMO) if number % 3 == 0 or "ouroboros" in case])
+@pytest.mark.parametrize(
+    "case", [case for number, case in enumerate(DEMO) if number % 3 == 0 or "ouroboros" in case]
+)
 def test_rounds_are_as_recorded(case: str, tmp_path: Path) -> None:
     """All settings of all methods: in turn greedy and sampled."""
     assert difference(RECORDED[case], run(case, *CASES[case], tmp_path)) is None

@@ -41,7 +41,9 @@ from specgen.tune.outcome import Candidate, Deadline, TuningRequest
 from specgen.tune.profile import from_outcome
 from specgen.view.theme import console
 
-COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40  # of the branches `main` and `v2`
+# of the branches `main` and `v2`
+COMMIT = "a" * 40
+OTHER_COMMIT = "b" * 40
 TINY = "lab/tiny"
 REFUSED = {  # the beginnings of addresses
     f"/api/models/{TINY}/revision/v9": (404, "RevisionNotFound"),
@@ -51,10 +53,12 @@ REFUSED = {  # the beginnings of addresses
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a hub with `lab/tiny`, which has a revision `v2`, and with `lab/gated`, which tests request last."""
+    """The address of a hub with `lab/tiny`, which has a revision `v2`, and with `lab/gated`, which
+    tests request last."""
     parent = tmp_path_factory.mktemp("hub")
     commits = {
-        commit: Path(save(make_model("llama", seed), parent / commit)) for seed, commit in enumerate((COMMIT, OTHER_COMMIT))
+        commit: Path(save(make_model("llama", seed), parent / commit))
+        for seed, commit in enumerate((COMMIT, OTHER_COMMIT))
     }
     for folder in commits.values():
         (folder / "pytorch_model.bin").write_bytes(b"never downloaded")
@@ -72,17 +76,26 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             path = self.path.split("?")[0]
             too_late.append("lab/gated" in "".join(requested) and "lab/gated" not in path)
             requested.append(path)
-            refused = next((error for prefix, error in REFUSED.items() if path.startswith(prefix)), None)
+            refused = next(
+                (error for prefix, error in REFUSED.items() if path.startswith(prefix)), None
+            )
             if refused is not None:
                 return self.send(refused[0], b"{}", body, {"X-Error-Code": refused[1]})
             commit = OTHER_COMMIT if re.search(f"/(v2|{OTHER_COMMIT})(/|$)", path) else COMMIT
             folder = commits[commit]
             if path.startswith(f"/api/models/{TINY}"):
                 tree = [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": commit} for file in folder.iterdir()
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": commit}
+                    for file in folder.iterdir()
                 ]
                 siblings = [{"rfilename": file.name} for file in folder.iterdir()]
-                about = {"id": TINY, "modelId": TINY, "sha": commit, "siblings": siblings, "tags": []}
+                about = {
+                    "id": TINY,
+                    "modelId": TINY,
+                    "sha": commit,
+                    "siblings": siblings,
+                    "tags": [],
+                }
                 content = json.dumps(tree if "/tree/" in path else about).encode()
                 return self.send(200, content, body, {"Content-Type": "application/json"})
             file = folder / path.rsplit("/", 1)[-1]
@@ -107,15 +120,24 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    assert not any(path.endswith(".bin") for path in requested), "weights that can run code are not downloaded"
+    assert not any(path.endswith(".bin") for path in requested), (
+        "weights that can run code are not downloaded"
+    )
     assert requested
     assert not any(too_late), "with --offline the hub gets no requests"
 
 
 def run(hub: str, cache: Path, *commands: Sequence[str]) -> list[Ended]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_secret"}
-    return one_by_one(*(["generate", "-n", "4", "abc", *command] for command in commands), environment=environment)
+    environment |= {
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(cache),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": "hf_secret",
+    }
+    return one_by_one(
+        *(["generate", "-n", "4", "abc", *command] for command in commands), environment=environment
+    )
 
 
 def check_line(ended: Ended, message: str) -> None:
@@ -126,15 +148,29 @@ def check_line(ended: Ended, message: str) -> None:
 
 def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    revision, greedy = ["-t", TINY, "-q", "--revision"], ["--json", "--device", "cpu", "--dtype", "float32", "-m", "ar"]
-    online = ["-t", TINY, "-q", "--trace", str(trace)], [*revision, "v2", *greedy], [*revision, "v9"], ["-t", "lab/none"]
-    offline = ["-t", TINY, "--offline", "-q"], [*revision, "v2", *greedy, "--offline"], ["-t", "lab/unseen", "--offline"]
-    first, second, missing, none, gated, again, second_again, unseen = run(hub, tmp_path, *online, ["-t", "lab/gated"], *offline)
+    revision = ["-t", TINY, "-q", "--revision"]
+    greedy = ["--json", "--device", "cpu", "--dtype", "float32", "-m", "ar"]
+    online = (
+        ["-t", TINY, "-q", "--trace", str(trace)],
+        [*revision, "v2", *greedy],
+        [*revision, "v9"],
+        ["-t", "lab/none"],
+    )
+    offline = (
+        ["-t", TINY, "--offline", "-q"],
+        [*revision, "v2", *greedy, "--offline"],
+        ["-t", "lab/unseen", "--offline"],
+    )
+    first, second, missing, none, gated, again, second_again, unseen = run(
+        hub, tmp_path, *online, ["-t", "lab/gated"], *offline
+    )
     assert (first.code, first.err[-3000:]) == (0, "")
     ids = make_tokenizer()("abc")["input_ids"]
     for ended in (second, second_again):
         assert (ended.code, ended.err[-3000:]) == (0, "")
-        assert json.loads(ended.out.splitlines()[-1])["token_ids"] == plain(make_model("llama", 1), ids, 4)
+        assert json.loads(ended.out.splitlines()[-1])["token_ids"] == plain(
+            make_model("llama", 1), ids, 4
+        )
     assert plain(make_model("llama", 1), ids, 4) != plain(make_model("llama"), ids, 4)
     check_line(missing, f"{TINY} has no revision 'v9'")
     check_line(none, "there is no model lab/none")
@@ -148,10 +184,20 @@ def test_a_model_is_downloaded_once_and_then_found_offline(hub: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENAMETOOLONG, 2), (errno.ENOTDIR, 2), (errno.EEXIST, 2), (errno.EACCES, 2), (errno.ENOSPC, 1)]
+    ("number", "code"),
+    [
+        (errno.ENAMETOOLONG, 2),
+        (errno.ENOTDIR, 2),
+        (errno.EEXIST, 2),
+        (errno.EACCES, 2),
+        (errno.ENOSPC, 1),
+    ],
 )
-def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch, number: int, code: int) -> None:
-    """As HF_HOME names it: too long, below a regular file, or without permission. A full disk is a failure."""
+def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(
+    monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """As HF_HOME names it: too long, below a regular file, or without permission. A full disk is a
+    failure."""
 
     def download(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "/cache")
@@ -170,14 +216,20 @@ def test_a_cache_folder_that_cannot_be_is_a_wrong_setting(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The bundled target in a folder with its draft, and in the cache an EAGLE head that does not say what it was trained for.
+    """The bundled target in a folder with its draft, and in the cache an EAGLE head that does not
+    say what it was trained for.
 
-    Also what cannot draft: a model with another tokenizer, one of the same size, a damaged one and an empty folder.
+    Also what cannot draft: a model with another tokenizer, one of the same size, a damaged one and
+    an empty folder.
     """
     cached = tmp_path / "hub" / "models--org--head" / "snapshots" / "1"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     shutil.copytree(demo.head_folder("eagle"), cached, ignore=shutil.ignore_patterns("head.yaml"))
-    for name, folder in (("big", demo.folder("target")), ("twin", demo.folder("target")), ("small", demo.folder("draft"))):
+    for name, folder in (
+        ("big", demo.folder("target")),
+        ("twin", demo.folder("target")),
+        ("small", demo.folder("draft")),
+    ):
         shutil.copytree(folder, tmp_path / "models" / name)
     save(make_model("llama"), tmp_path / "models" / "other", make_tokenizer())
     shutil.copytree(demo.folder("draft"), tmp_path / "models" / "damaged")
@@ -188,7 +240,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_can_draft_is_found_beside_the_model_and_in_the_cache(place: Path) -> None:
     small, head = search(prepare(ModelSource(str(place / "big")), lambda _: None)).found
-    assert (small.kind, small.name, small.why) == ("draft model", str(place / "small"), "the same tokenizer, 9% of the size")
+    assert (small.kind, small.name, small.why) == (
+        "draft model",
+        str(place / "small"),
+        "the same tokenizer, 9% of the size",
+    )
     assert (head.kind, head.name, head.why) == ("eagle", "org/head", "its sizes fit this model")
     assert small.speedup > head.speedup > 1
 
@@ -199,16 +255,24 @@ def test_the_fastest_of_what_was_found_drafts_and_the_trial_is_made_once(
     with specgen.load(str(place / "big"), find=True, device="cpu", dtype="float32") as pair:
         assert pair.draft is not None
         assert pair.draft.name == str(place / "small")
-        assert pair.generate("def f(", "eagle", max_new_tokens=8).token_ids == pair.generate("def f(", max_new_tokens=8).token_ids
+        assert (
+            pair.generate("def f(", "eagle", max_new_tokens=8).token_ids
+            == pair.generate("def f(", max_new_tokens=8).token_ids
+        )
         measured = {"adaptive": 10.0, "eagle": 20.0}
-        monkeypatch.setattr(pair.measurements, "get", lambda kind, key, measure, read: (measured, {}))
+        monkeypatch.setattr(
+            pair.measurements, "get", lambda kind, key, measure, read: (measured, {})
+        )
         assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "eagle"
         measured["adaptive"] = 30.0
         assert choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=False) == "adaptive"
     first, second = capsys.readouterr().err.splitlines()
     said = "(eagle 20, adaptive 10 tokens/s in a short trial); -d none drafts without it"
     assert first == f"found org/head: its sizes fit this model {said}"
-    assert re.fullmatch(rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*", second)
+    assert re.fullmatch(
+        rf"found {place / 'small'}: the same tokenizer, 9% of the size, .*trial \(adaptive 30, .*",
+        second,
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e6])
@@ -216,7 +280,8 @@ def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
     place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float
 ) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("specgen.cli.opening.spread", lambda _: 1.0)  # other programs may run beside this test
+    # other programs may run beside this test
+    monkeypatch.setattr("specgen.cli.opening.spread", lambda _: 1.0)
     monkeypatch.setattr("specgen.base.measuring._LARGEST_FACTOR", 1e3)
     file = tmp_path / "cache" / "measurements.json"
 
@@ -225,7 +290,9 @@ def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
         return dict(entry["value"])
 
     def choose(*, runs: bool) -> None:
-        with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair:
+        with specgen.load(
+            str(place / "big"), find="untried", device="cpu", dtype="float32"
+        ) as pair:
             name = choose_found(pair, "def f(", GREEDY, console(stderr=True), quiet=True)
             if runs:
                 pair.generate("def f(", name, max_new_tokens=60, ignore_eos=True)
@@ -234,7 +301,9 @@ def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
     content = json.loads(file.read_text())
     (entry,) = content["drafters"].values()
     assert set(entry["value"]["speeds"]) == {"adaptive", "eagle"}
-    entry["value"]["passes"] = {width: seconds * factor for width, seconds in entry["value"]["passes"].items()}
+    entry["value"]["passes"] = {
+        width: seconds * factor for width, seconds in entry["value"]["passes"].items()
+    }
     file.write_text(json.dumps(content))
     before = stored()
     choose(runs=True)
@@ -244,10 +313,14 @@ def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
     assert max(stored()["passes"].values()) < 1e3
 
 
-def test_a_head_that_was_trained_again_is_tried_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_was_trained_again_is_tried_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = []
 
-    def kept(kind: str, key: Sequence[str], *_: object) -> tuple[dict[str, float], dict[int, float]]:
+    def kept(
+        kind: str, key: Sequence[str], *_: object
+    ) -> tuple[dict[str, float], dict[int, float]]:
         keys.append(tuple(key))
         return {"adaptive": 10.0}, {}
 
@@ -258,7 +331,9 @@ def test_a_head_that_was_trained_again_is_tried_again(place: Path, monkeypatch: 
         for _ in range(2):
             choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=True)
         weights = load_file(folder / "model.safetensors")
-        save_file({name: weight + 1 for name, weight in weights.items()}, folder / "model.safetensors")
+        save_file(
+            {name: weight + 1 for name, weight in weights.items()}, folder / "model.safetensors"
+        )
         choose_found(pair, "hi", GREEDY, console(stderr=True), quiet=True)
 
     first, again, trained = keys
@@ -269,9 +344,15 @@ def test_a_head_that_was_trained_again_is_tried_again(place: Path, monkeypatch: 
 def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then_on(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A smaller model of random weights is expected to be the best one, and the target accepts none of its tokens."""
+    """A smaller model of random weights is expected to be the best one, and the target accepts none
+    of its tokens."""
     random = make_model(
-        "llama", hidden_size=16, num_hidden_layers=1, vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True
+        "llama",
+        hidden_size=16,
+        num_hidden_layers=1,
+        vocab_size=4096,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
     )
     save(random, place / "random")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -279,9 +360,14 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
     sd = Candidate("sd", {"k": 3}, 2.0, 2.0, 2.0, 1.5, 2.5)
     monkeypatch.setattr(tuner.Tuner, "choose", lambda *_: [Candidate("ar", {}, 1.0), sd])
     monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
-    monkeypatch.setattr(tuner, "measure_costs", lambda pair, kinds, *_: (dict.fromkeys(kinds, COSTS), {}))
+    monkeypatch.setattr(
+        tuner, "measure_costs", lambda pair, kinds, *_: (dict.fromkeys(kinds, COSTS), {})
+    )
     task = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd"])
-    with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair, ExitStack() as opened:
+    with (
+        specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair,
+        ExitStack() as opened,
+    ):
         assert pair.draft is not None
         assert pair.draft.name == str(place / "random")
         found = tuner.tune(pair, task, Mock(), _others(pair, ("float32", None), opened)[1])
@@ -291,10 +377,15 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
         assert with_tuned_draft(pair, GREEDY, None, ("float32", None)) is pair, "no profile yet"
         key = profile_key_of(found.pair)
         save_profile(from_outcome(found, key), default_folder(key, GREEDY))
-    shown = CliRunner().invoke(app, ["generate", "-t", str(place / "big"), "-n", "4", "def f("]).stderr
+    shown = (
+        CliRunner().invoke(app, ["generate", "-t", str(place / "big"), "-n", "4", "def f("]).stderr
+    )
     assert f"tuned: sd:k=3, drafted by {place / 'small'}" in shown
     monkeypatch.setattr(tuner, "DRAFTS", 0.0)
-    with specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair, ExitStack() as opened:
+    with (
+        specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair,
+        ExitStack() as opened,
+    ):
         again = replace(task, deadline=Deadline.after(400, count().__next__))
         late = tuner.tune(pair, again, Mock(), [Mock(side_effect=AssertionError)])
         assert "time was short" in late.left_out["other drafts"]
@@ -331,15 +422,21 @@ def test_a_snapshot_in_the_cache_will_do_where_the_hub_cannot_be_reached(tmp_pat
     repository = tmp_path / "hub" / "models--lab--copied"
     save(make_model("llama"), repository / "snapshots" / "x", make_tokenizer())
     copied = ["-t", "lab/copied", "-m", "ar"]
-    found, revision, unseen = run("http://127.0.0.1:9", tmp_path, copied, [*copied, "--revision", "v2"], ["-t", "lab/unseen"])
+    found, revision, unseen = run(
+        "http://127.0.0.1:9", tmp_path, copied, [*copied, "--revision", "v2"], ["-t", "lab/unseen"]
+    )
     assert found.code == 0, found.err
     notes = [line for line in found.err.splitlines() if "hub" in line]
-    assert notes == ["note: the hub cannot be reached, so lab/copied is the snapshot x in the cache"]
+    assert notes == [
+        "note: the hub cannot be reached, so lab/copied is the snapshot x in the cache"
+    ]
     check_line(revision, "the hub cannot be reached")
     check_line(unseen, "the hub cannot be reached")
 
 
-def test_an_at_in_the_name_of_a_folder_is_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_at_in_the_name_of_a_folder_is_no_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "a@b" / "model"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -53,22 +53,36 @@ def test_help_is_short_and_help_all_whole(name: str) -> None:
     ],
 )
 def test_methods_settings_and_hidden_options_are_completed(words: str, offered: list[str]) -> None:
-    variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_SPECGEN_COMPLETE": "complete_bash"}
+    variables = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+        "_SPECGEN_COMPLETE": "complete_bash",
+    }
     code, out, _ = command(**variables)
     assert (code, out.split()) == (0, offered)
 
 
 def test_options_have_hidden_names_that_other_programs_use() -> None:
     wrong = "5000000"
-    for other, ours in (("--temp", "--temperature"), (f"--temp={wrong}", "--temperature"), ("--max-tokens", "--max-new-tokens")):
+    for other, ours in (
+        ("--temp", "--temperature"),
+        (f"--temp={wrong}", "--temperature"),
+        ("--max-tokens", "--max-new-tokens"),
+    ):
         value = [] if "=" in other else [wrong if ours == "--temperature" else "x"]
         code, _, err = command("generate", "hi", other, *value)
-        assert (code, ours.removeprefix("--").partition("-")[0] in err.replace("max_new", "max")) == (2, True), err
+        assert (
+            code,
+            ours.removeprefix("--").partition("-")[0] in err.replace("max_new", "max"),
+        ) == (2, True), err
     for name in ("chat", "run"):
         code, _, err = command(name, "model")
         assert (code, err) == (
             2,
-            f"error: there is no command '{name}'; for a conversation take specgen generate --chat. See --help\n",
+            (
+                f"error: there is no command '{name}'; for a conversation take specgen "
+                "generate --chat. See --help\n"
+            ),
         )
     _, text, _ = command("generate", "--help-all", COLUMNS="999", TERMINAL_WIDTH="999")
     assert "--temp " not in text

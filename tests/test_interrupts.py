@@ -1,4 +1,5 @@
-"""A first Ctrl-C is deferred while a round is shown and recorded, and none is lost during a command."""
+"""A first Ctrl-C is deferred while a round is shown and recorded, and none is lost during a
+command."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_one_is_deferred_to_the_end_of_the_outermost_block_and_the_second_is_not() -> None:
-    before, done = signal.getsignal(signal.SIGINT), []
+def test_the_first_one_is_deferred_to_the_end_of_the_outermost_block_and_the_second_is_not() -> (
+    None
+):
+    before = signal.getsignal(signal.SIGINT)
+    done = []
     with interrupts.caught():
         with pytest.raises(KeyboardInterrupt), interrupts.held():  # noqa: PT012  the inner block is the statement
             with interrupts.held() as pending:
@@ -51,8 +55,11 @@ def test_a_handler_of_the_caller_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(capsys: pytest.CaptureFixture[str]) -> None:
-    """Some lazy imports replace a KeyboardInterrupt with an error of their own. Not where the command has caught it."""
+def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Some lazy imports replace a KeyboardInterrupt with an error of their own. Not where the
+    command has caught it."""
 
     @reported
     def command(*, presses: bool, catches: bool = False) -> None:
@@ -76,7 +83,9 @@ def test_an_error_after_a_ctrl_c_is_reported_as_an_interruption(capsys: pytest.C
         assert (ended.value.exit_code, capsys.readouterr().err) == (code, message)
 
 
-def test_one_that_a_library_suppresses_is_raised_at_the_next_check(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_a_library_suppresses_is_raised_at_the_next_check(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Dying:
         def __del__(self) -> None:
             press()

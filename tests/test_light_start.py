@@ -1,4 +1,5 @@
-"""What the command line, the commands and the draft worker import for a model that runs on specgen's own engine."""
+"""What the command line, the commands and the draft worker import for a model that runs on
+specgen's own engine."""
 
 from __future__ import annotations
 
@@ -18,9 +19,26 @@ from specgen.engine import weights
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.text.tokenizer import load_tokenizer
 
-HEAVY = {"transformers", "huggingface_hub", "jinja2", "sympy", "torch._dynamo", "torch._inductor", "prompt_toolkit"}
-NOT_FOR_HELP = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"}
-UNUSED = {"specgen.pair.profile", "specgen.traces.reader", "specgen.tune.outcome"}  # by a generation without a profile
+HEAVY = {
+    "transformers",
+    "huggingface_hub",
+    "jinja2",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "prompt_toolkit",
+}
+NOT_FOR_HELP = {
+    "torch",
+    "transformers",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "pydantic",
+}
+# by a generation without a profile
+UNUSED = {"specgen.pair.profile", "specgen.traces.reader", "specgen.tune.outcome"}
 IN_WORKER = {"typer", "rich", "pydantic"}
 TRACE = Path(__file__).parent / "golden" / "trace.jsonl"
 PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")))
@@ -28,9 +46,14 @@ PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draf
 
 def imported(code: str, *arguments: str) -> set[str]:
     """The modules that a program has imported at its end."""
-    code = f"import atexit, json, sys\natexit.register(lambda: json.dump([*sys.modules], sys.stderr))\n{code}"
+    code = (
+        "import atexit, json, sys\natexit.register(lambda: json.dump([*sys.modules], "
+        f"sys.stderr))\n{code}"
+    )
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=120)
+    done = subprocess.run(
+        command, check=True, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=120
+    )
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
@@ -39,14 +62,27 @@ def imported(code: str, *arguments: str) -> set[str]:
     [
         (("--help",), NOT_FOR_HELP),
         (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY | UNUSED),
-        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"} | UNUSED),  # the folder of its cache
-        (("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"), HEAVY),
+        # the folder of its cache
+        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"} | UNUSED),
+        (
+            ("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"),
+            HEAVY,
+        ),
         (("inspect", "-q", *PAIR), HEAVY),
         (("inspect", "-q", str(TRACE)), {"torch"}),
     ],
-    ids=["help", "generate", "generate with what is found", "compare", "inspect", "inspect a trace"],
+    ids=[
+        "help",
+        "generate",
+        "generate with what is found",
+        "compare",
+        "inspect",
+        "inspect a trace",
+    ],
 )
-def test_a_command_imports_no_library_that_it_does_not_need(arguments: tuple[str, ...], unneeded: set[str]) -> None:
+def test_a_command_imports_no_library_that_it_does_not_need(
+    arguments: tuple[str, ...], unneeded: set[str]
+) -> None:
     seen = imported("from specgen.__main__ import start; start()", *arguments)
     assert seen.isdisjoint(unneeded)
     assert "torch" in seen | unneeded
@@ -78,7 +114,9 @@ def test_a_special_token_is_found_without_a_dictionary_of_the_vocabulary() -> No
         raise AssertionError("the dictionary is built")
 
     folder = demo.folder("target")
-    tokenizer = replace(load_tokenizer(folder, read_config(folder, "the demo"), False), vocabulary=refused)
+    tokenizer = replace(
+        load_tokenizer(folder, read_config(folder, "the demo"), False), vocabulary=refused
+    )
     assert tokenizer.special_id(" </s>\n") == 2
     assert tokenizer.special_id("</s><s>") is None
     assert tokenizer.special_id("a") is None, "an ordinary token is found"

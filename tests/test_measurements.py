@@ -1,4 +1,5 @@
-"""The store of measurements, and what pairs keep in it: PEARL's pass times, layers to skip, costs of rounds."""
+"""The store of measurements, and what pairs keep in it: PEARL's pass times, layers to skip, costs
+of rounds."""
 
 from __future__ import annotations
 
@@ -49,39 +50,68 @@ class Source:
     """Counts measurements. The n-th one gives n, or the values in turn."""
 
     def __init__(self, *values: Any, spread: float = 1.0) -> None:
-        self.values, self.count, self.spread = values, 0, spread
+        self.values = values
+        self.count = 0
+        self.spread = spread
 
     def __call__(self) -> Sample[Any]:
         self.count += 1
         return Sample(self.values[self.count - 1] if self.values else self.count, 3, self.spread)
 
 
-def got(store: Measurements, kind: str = "numbers", key: tuple[Any, ...] = (1,), source: Any = None, **given: Any) -> Any:
+def got(
+    store: Measurements,
+    kind: str = "numbers",
+    key: tuple[Any, ...] = (1,),
+    source: Any = None,
+    **given: Any,
+) -> Any:
     return store.get(kind, key, source or (lambda: pytest.fail("measured again")), float, **given)
 
 
-def test_a_value_is_measured_once_for_its_kind_and_key(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, source = near.measurements, Source()
-    found = [got(store, source=source), got(store), got(store, key=(2,), source=source), got(store, "others", source=source)]
+def test_a_value_is_measured_once_for_its_kind_and_key(
+    near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = near.measurements
+    source = Source()
+    found = [
+        got(store, source=source),
+        got(store),
+        got(store, key=(2,), source=source),
+        got(store, "others", source=source),
+    ]
     assert found == [1, 1, 2, 3]
     other = fresh(near).measurements
     assert [got(other), got(other, key=(2,)), got(other, "others")] == [1, 2, 3]
     assert {path.name for path in tmp_path.iterdir()} == {"measurements.json", "measurements.lock"}
     monkeypatch.setattr(measurements, "_MOST", 2)
-    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 3, 2)] == [1, 4, 2], "the latest values stay"
+    assert [got(fresh(near).measurements, key=(key,), source=source) for key in (1, 3, 2)] == [
+        1,
+        4,
+        2,
+    ], "the latest values stay"
 
 
 @pytest.mark.parametrize("content", ["[]", '{"numbers": 3}', "\x00\xff", '{"numbers": {'])
-def test_a_damaged_file_is_measured_and_written_again(near: Pair, tmp_path: Path, content: str) -> None:
-    path, source = tmp_path / "measurements.json", Source()
+def test_a_damaged_file_is_measured_and_written_again(
+    near: Pair, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "measurements.json"
+    source = Source()
     path.write_text(content)
     assert got(near.measurements, source=source) == got(fresh(near).measurements) == 1
     [digest] = json.loads(path.read_text())["numbers"]
-    path.write_text(json.dumps({"numbers": {digest: {"value": "x", "repetitions": 3, "spread": 1.0}}}))
-    assert got(fresh(near).measurements, source=source) == 2, "what `read` refuses is measured again, too"
+    path.write_text(
+        json.dumps({"numbers": {digest: {"value": "x", "repetitions": 3, "spread": 1.0}}})
+    )
+    assert got(fresh(near).measurements, source=source) == 2, (
+        "what `read` refuses is measured again, too"
+    )
 
 
-def test_what_cannot_be_written_is_measured_by_each_process(near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_measured_by_each_process(
+    near: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Source(math.inf, 2.0, 3.0)
     assert got(near.measurements, source=source) == got(near.measurements) == math.inf
     monkeypatch.setattr(measurements, "_PATIENCE", 0.01)
@@ -92,7 +122,8 @@ def test_what_cannot_be_written_is_measured_by_each_process(near: Pair, tmp_path
 
 
 def test_what_scatters_serves_its_process_and_is_not_stored(near: Pair, tmp_path: Path) -> None:
-    loaded, quiet = Source(49.0, spread=3.0), Source(12.0, spread=1.1)
+    loaded = Source(49.0, spread=3.0)
+    quiet = Source(12.0, spread=1.1)
     assert [got(near.measurements, source=loaded), got(near.measurements)] == [49, 49]
     assert not (tmp_path / "measurements.json").exists()
     assert got(fresh(near).measurements, source=quiet) == 12
@@ -102,22 +133,31 @@ def test_what_scatters_serves_its_process_and_is_not_stored(near: Pair, tmp_path
 
 
 @pytest.mark.parametrize("in_another_process", [False, True])
-def test_a_value_in_doubt_is_measured_again_and_no_scattered_sample_replaces_it(near: Pair, in_another_process: bool) -> None:
+def test_a_value_in_doubt_is_measured_again_and_no_scattered_sample_replaces_it(
+    near: Pair, in_another_process: bool
+) -> None:
     store = near.measurements
     got(store, source=Source(12.0))
     store.doubt("numbers", (1,))
     if in_another_process:
         store = fresh(near).measurements
-    loaded, later = Source(49.0, spread=3.0), Source(14.0)
+    loaded = Source(49.0, spread=3.0)
+    later = Source(14.0)
     assert got(store, source=loaded) == 12
     assert loaded.count == 1
     assert got(store) == 12, "once a process"
-    assert got(fresh(near).measurements, source=later) == 14, "the doubt stays until a steady sample"
+    assert got(fresh(near).measurements, source=later) == 14, (
+        "the doubt stays until a steady sample"
+    )
     assert got(fresh(near).measurements) == 14
 
 
-@pytest.mark.parametrize("changed", ["exact", "backend", "dtype_name", "OMP_WAIT_POLICY", "threads", "cores"])
-def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
+@pytest.mark.parametrize(
+    "changed", ["exact", "backend", "dtype_name", "OMP_WAIT_POLICY", "threads", "cores"]
+)
+def test_a_value_holds_for_all_that_changes_a_pass(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
     target = copy(near.target)
     got(near.measurements, source=Source())
     if changed in ("exact", "backend", "dtype_name"):
@@ -125,7 +165,9 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":
-        monkeypatch.setattr("specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False)
+        monkeypatch.setattr(
+            "specgen.base.machine.os.sched_getaffinity", lambda _: range(17), raising=False
+        )
     else:
         monkeypatch.setenv(changed, "17")
     other = Measurements(target, near.draft)
@@ -143,7 +185,9 @@ def test_a_value_holds_for_all_that_changes_a_pass(near: Pair, monkeypatch: pyte
     [{"record": True}, {"sampling": {"temperature": 1}}, {"context_length": 100}],
     ids=str,
 )
-def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+def test_pass_times_are_kept_by_what_a_run_does(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
     timed = Source(COSTS, replace(COSTS, draft_pass=0.004))
     monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: timed())
     arguments: dict[str, Any] = {"context_length": 40, "sampling": {}} | given
@@ -151,12 +195,17 @@ def test_pass_times_are_kept_by_what_a_run_does(near: Pair, monkeypatch: pytest.
     for _ in range(2):
         assert pass_costs(near, 40).draft_pass == 0.002
         assert pass_costs(near, sampling=sampling, **arguments).draft_pass == 0.004
-    assert pass_costs(fresh(near), 33) == COSTS, "from the file, for all lengths up to the same power of two"
+    assert pass_costs(fresh(near), 33) == COSTS, (
+        "from the file, for all lengths up to the same power of two"
+    )
     assert timed.count == 2
 
 
 def times(factor: float) -> ParallelCosts:
-    return replace(COSTS, **{name: getattr(COSTS, name) * factor for name in asdict(COSTS) if name.endswith("_pass")})
+    return replace(
+        COSTS,
+        **{name: getattr(COSTS, name) * factor for name in asdict(COSTS) if name.endswith("_pass")},
+    )
 
 
 @pytest.mark.parametrize("factor", [1000.0, 0.001])
@@ -187,7 +236,9 @@ def test_pass_times_far_from_those_of_a_run_are_measured_again_before_the_next(
         (0.6, 1.0, 2, True),
     ],
 )
-def test_a_run_doubts_costs_that_its_passes_do_not_have(target: float, draft: float, passes: int, is_doubted: bool) -> None:
+def test_a_run_doubts_costs_that_its_passes_do_not_have(
+    target: float, draft: float, passes: int, is_doubted: bool
+) -> None:
     doubts: list[bool] = []
     check = PassCheck(lambda: doubts.append(True))
     for number in range(passes):
@@ -198,7 +249,7 @@ def test_a_run_doubts_costs_that_its_passes_do_not_have(target: float, draft: fl
     assert bool(doubts) == is_doubted
 
 
-# ------------------------------------------------------------------ layers to skip, and runs that measure nothing
+# ---------------------------------------------------- layers to skip, and runs that measure nothing
 
 
 def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +262,10 @@ def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.Mo
         assert find_skips(pair.models, never) == found
         request = pair.request([1, 5, 6], "selfsd", GREEDY)
         assert pair.run(request).settings.values["skip"] == found
-        assert pair.generate([1, 5, 6], "selfsd", GREEDY).token_ids == pair.generate([1, 5, 6], "ar", GREEDY).token_ids
+        assert (
+            pair.generate([1, 5, 6], "selfsd", GREEDY).token_ids
+            == pair.generate([1, 5, 6], "ar", GREEDY).token_ids
+        )
 
 
 def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +276,13 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
             "methods.pass_times.time_parallel_passes",
             "methods.skip_search.search_skips",
         ):
-            monkeypatch.setattr(f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something"))
-        monkeypatch.setattr("specgen.engine.model_runner.ModelRunner.logits", lambda *_, **__: pytest.fail("a run runs a model"))
+            monkeypatch.setattr(
+                f"specgen.{started}", lambda *_: pytest.fail("a run starts or measures something")
+            )
+        monkeypatch.setattr(
+            "specgen.engine.model_runner.ModelRunner.logits",
+            lambda *_, **__: pytest.fail("a run runs a model"),
+        )
         settings: dict[str, dict[str, Any]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
         for name, method in specgen.METHODS.items():
             if not method.head or demo.head_folder(method.head).is_dir():
@@ -231,8 +290,11 @@ def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch)
         assert cast(Any, pair.models._worker)._channel is None
 
 
-def pick(monkeypatch: pytest.MonkeyPatch, choice: ThreadChoice, spread: float = 1.1) -> list[object]:
-    """Has this number of threads chosen, after runs of the work with it and with one more. Returns the work of each choice."""
+def pick(
+    monkeypatch: pytest.MonkeyPatch, choice: ThreadChoice, spread: float = 1.1
+) -> list[object]:
+    """Has this number of threads chosen, after runs of the work with it and with one more. Returns
+    the work of each choice."""
     timed: list[object] = []
 
     def picked(work: Callable[[], object]) -> Sample[ThreadChoice]:
@@ -246,11 +308,19 @@ def pick(monkeypatch: pytest.MonkeyPatch, choice: ThreadChoice, spread: float = 
     return timed
 
 
-def test_the_number_of_threads_is_measured_once_unless_a_command_measures(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed, used = 0, []
+def test_the_number_of_threads_is_measured_once_unless_a_command_measures(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = 0
+    used = []
     chosen = ThreadChoice(3, "the fewest", {3: 0.1, 4: 0.2})
     monkeypatch.setattr(torch, "set_num_threads", used.append)
-    for remembered, times, spread in ((True, 1, 2.0), (True, 2, 1.1), (True, 2, 1.1), (False, 3, 1.1)):
+    for remembered, times, spread in (
+        (True, 1, 2.0),
+        (True, 2, 1.1),
+        (True, 2, 1.1),
+        (False, 3, 1.1),
+    ):
         picked = pick(monkeypatch, chosen, spread)
         known = Measurements(near.target, near.draft)
         known.set_threads(lambda: {1: 0.1}, remembered=remembered)
@@ -262,7 +332,8 @@ def test_the_number_of_threads_is_measured_once_unless_a_command_measures(near: 
 def test_a_number_of_threads_whose_passes_are_not_those_of_a_run_is_chosen_again(
     near: Pair, monkeypatch: pytest.MonkeyPatch, seconds: float | None, again: bool
 ) -> None:
-    """It was chosen beside a busy program. The next process chooses it again, also if its number was another one before."""
+    """It was chosen beside a busy program. The next process chooses it again, also if its number
+    was another one before."""
     threads = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda number: threads.__setitem__(0, number))
@@ -284,8 +355,11 @@ def test_a_number_of_threads_whose_passes_are_not_those_of_a_run_is_chosen_again
     assert numbers == [(3, 1), (2, 1) if again else (3, 0)]
 
 
-def test_passes_that_cannot_be_compared_put_nothing_in_doubt(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other widths, and after a long context; and those of PEARL, whose target shares the processor."""
+def test_passes_that_cannot_be_compared_put_nothing_in_doubt(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other widths, and after a long context; and those of PEARL, whose target shares the
+    processor."""
     monkeypatch.setattr(measurements, "LONGEST_COMPARED", 40)
     for method, prompt, passes in (
         ("ar", [1, 5, 6], {2: 1e3}),

@@ -22,10 +22,13 @@ from specgen.engine.forward_pass import ModelOutput, depths
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_tree_has_the_paths_of_highest_value(seed: int) -> None:
-    """By comparison with all paths; also with ranks that are right equally often, or never, or always."""
+    """By comparison with all paths; also with ranks that are right equally often, or never, or
+    always."""
     rng = random.Random(seed)
     choices = (0.0, 0.25, 0.5, 1.0) if seed % 2 else None
-    accuracies = [[rng.choice(choices) if choices else rng.random() for _ in range(4)] for _ in range(3)]
+    accuracies = [
+        [rng.choice(choices) if choices else rng.random() for _ in range(4)] for _ in range(3)
+    ]
     everything = [path for depth in (1, 2, 3) for path in product(range(4), repeat=depth)]
 
     def value(path: Sequence[int]) -> float:
@@ -47,11 +50,23 @@ class HeadTable(SmallRunner):
 
     def __init__(self, seed: int, size: int, *, zero: bool = False) -> None:
         super().__init__(seed, size, zero=zero)
-        self._tables = [SmallRunner(seed + head, size, zero=zero) for head in range(self.longest_draft)]
+        self._tables = [
+            SmallRunner(seed + head, size, zero=zero) for head in range(self.longest_draft)
+        ]
 
-    def logits(self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0) -> ModelOutput:
-        levels = [0, *(1 + depth for depth in depths(range(-1, len(draft) - 1) if parents is None else parents))]
-        return ModelOutput(torch.stack([self._tables[level].row(context.ids) for level in levels[start:]]))
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0
+    ) -> ModelOutput:
+        levels = [
+            0,
+            *(
+                1 + depth
+                for depth in depths(range(-1, len(draft) - 1) if parents is None else parents)
+            ),
+        ]
+        return ModelOutput(
+            torch.stack([self._tables[level].row(context.ids) for level in levels[start:]])
+        )
 
 
 CASES = [
@@ -60,7 +75,14 @@ CASES = [
     Case("medusa", {"nodes": 0, "policy": "svip", "threshold": 0.25}, 5),
     Case("medusa", {"nodes": 7}, 4, (3, 3)),
     Case("medusa", {"nodes": 20}, 4, (3, 3), {"top_k": 2}, (2,), zero=True),
-    Case("medusa", {"nodes": 6, "policy": "confidence", "threshold": 0.5}, 4, (3, 3), {"top_p": 0.9}, (0,)),
+    Case(
+        "medusa",
+        {"nodes": 6, "policy": "confidence", "threshold": 0.5},
+        4,
+        (3, 3),
+        {"top_p": 0.9},
+        (0,),
+    ),
 ]
 
 
@@ -70,11 +92,21 @@ def test_sampling_is_lossless(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
     assert distance(case, monkeypatch, HeadTable(100, case.sizes[1], zero=case.zero)) < ROUNDING
 
 
-def drafted(draft: HeadTable, nodes: int, limit: int = 9, *, length: int = 4, ends: frozenset[int] = frozenset()) -> Any:
+def drafted(
+    draft: HeadTable,
+    nodes: int,
+    limit: int = 9,
+    *,
+    length: int = 4,
+    ends: frozenset[int] = frozenset(),
+) -> Any:
     """A proposed draft, and the path of tokens to each of its nodes."""
-    drafter = MarginalTreeDrafter(Setup(draft, SamplingParams(), ends, 3, record=True), nodes=nodes, is_fixed=True)
+    drafter = MarginalTreeDrafter(
+        Setup(draft, SamplingParams(), ends, 3, record=True), nodes=nodes, is_fixed=True
+    )
     made = drafter.propose(Context(PROMPT), Fixed(length), limit)
-    tokens, parents = list(made.tokens), list(made.parents)
+    tokens = list(made.tokens)
+    parents = list(made.parents)
     return made, [path_to(tokens, parents, node) for node in range(len(tokens))]
 
 
@@ -97,7 +129,8 @@ def test_drafts_have_the_shape_that_the_accuracies_ask_for() -> None:
 
 
 def test_nothing_follows_the_end_of_the_output_or_an_impossible_token() -> None:
-    """A draft may hold a token that ends the output, but no children of it, and no token with the probability 0."""
+    """A draft may hold a token that ends the output, but no children of it, and no token with the
+    probability 0."""
     draft = HeadTable(100, 3, zero=True)
     rows = [table.row(PROMPT) for table in draft._tables]
     end = int(rows[0].argmax())

@@ -1,4 +1,5 @@
-"""PEARL's schedule on scripted models: the tokens it commits, the rounds it reports and its counts."""
+"""PEARL's schedule on scripted models: the tokens it commits, the rounds it reports and its
+counts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 
 class RandomRunner(TableRunner):
-    """A runner whose logits depend on the last token alone; a share `noise` of them differs from a noiseless one's."""
+    """A runner whose logits depend on the last token alone; a share `noise` of them differs from a
+    noiseless one's."""
 
     def __init__(self, vocabulary: int, seed: int, noise: float = 0.0) -> None:
         self.vocab_size = self.num_embeddings = vocabulary
@@ -48,7 +50,14 @@ def decode(
 ) -> list[Round]:
     with closing(DraftWorker.in_this_process(draft)) as worker:  # type: ignore[arg-type]
         run = scripted_run(
-            name, given_, target, draft, SamplingParams(max_new_tokens=limit), eos=eos, worker=worker, prompt=[0, 1]
+            name,
+            given_,
+            target,
+            draft,
+            SamplingParams(max_new_tokens=limit),
+            eos=eos,
+            worker=worker,
+            prompt=[0, 1],
         )
         if flexible is not None:
             assert isinstance(run.schedule, Parallel)
@@ -83,10 +92,16 @@ def test_random_cases_give_plain_decodings_tokens(
     verify: tuple[bool, bool],
     policy: str | None,
 ) -> None:
-    """Also with a flexible window (`lead` not None), however long the drafts are when the target's passes end."""
-    target, draft = RandomRunner(vocabulary, seed), RandomRunner(vocabulary, seed, noise)
+    """Also with a flexible window (`lead` not None), however long the drafts are when the target's
+    passes end."""
+    target = RandomRunner(vocabulary, seed)
+    draft = RandomRunner(vocabulary, seed, noise)
     pre, post = verify if lead is None else (True, True)
-    given_: dict[str, object] = {"window": window + (lead or 0), "pre_verify": pre, "post_verify": post}
+    given_: dict[str, object] = {
+        "window": window + (lead or 0),
+        "pre_verify": pre,
+        "post_verify": post,
+    }
     given_ |= {} if policy is None else {"policy": policy}
     flexible = None if lead is None else Window(window, window, lead, is_flexible=True)
     rounds = decode("pearl", target, draft, limit, eos, flexible, **given_)
@@ -95,7 +110,9 @@ def test_random_cases_give_plain_decodings_tokens(
         assert round_.token_ids, "every pass of the target commits something"
         assert len(round_.draft.tokens) == len(round_.draft.entropies) == len(round_.statuses)
         if lead is None:
-            assert round_.verdict.source != "bonus" or not post, "never a bonus where the next tokens are there already"
+            assert round_.verdict.source != "bonus" or not post, (
+                "never a bonus where the next tokens are there already"
+            )
             assert len(round_.draft.tokens) <= 2 * window
 
 
@@ -113,19 +130,32 @@ def test_each_drafted_token_stands_in_one_round(monkeypatch: pytest.MonkeyPatch)
     for seed in range(8):
         for flexible in (None, Window(4, 4, 2, is_flexible=True)):
             made.clear()
-            rounds = decode("pearl", RandomRunner(8, seed), RandomRunner(8, seed, 0.3), 30, {5}, flexible, window=4)
+            rounds = decode(
+                "pearl",
+                RandomRunner(8, seed),
+                RandomRunner(8, seed, 0.3),
+                30,
+                {5},
+                flexible,
+                window=4,
+            )
             assert [token for round_ in rounds for token in round_.draft.tokens] == made
 
 
 def test_rounds_as_in_the_papers_figure_3() -> None:
-    """x1 is rejected in pre-verify; x4 to x6 are accepted while x7 to x9 are drafted; x9 and what follows it is rejected."""
-    target, draft = RandomRunner(16, 0), RandomRunner(16, 0)
+    """x1 is rejected in pre-verify; x4 to x6 are accepted while x7 to x9 are drafted; x9 and what
+    follows it is rejected."""
+    target = RandomRunner(16, 0)
+    draft = RandomRunner(16, 0)
     target.table[:] = torch.eye(16).roll(1, 1)  # counts up: 0 1 2 3 ...
     draft.table[:] = target.table
     draft.table[2] = torch.eye(16)[9]  # after 2, the first token of the run, it drafts 9
     draft.table[8] = torch.eye(16)[0]
     rounds = decode("pearl", target, draft, 11, set(), window=3)
-    shown = [(round_.mode, list(round_.draft.tokens), len(round_.verdict.path), round_.verdict.token) for round_ in rounds]
+    shown = [
+        (round_.mode, list(round_.draft.tokens), len(round_.verdict.path), round_.verdict.token)
+        for round_ in rounds
+    ]
     assert shown == [
         ("prefill", [], 0, 2),
         ("pre-verify", [9, 10, 11], 0, 3),
@@ -150,25 +180,36 @@ class Predicting(Fixed):
 
 
 def test_each_judged_token_has_its_prediction() -> None:
-    """Also where a round judges parts of two drafts. A token that ends its draft without the policy has none."""
+    """Also where a round judges parts of two drafts. A token that ends its draft without the policy
+    has none."""
     runner = RandomRunner(8, 0)
     run = scripted_run("sd", {"k": 4}, runner, runner, SamplingParams(max_new_tokens=30), eos={1})
     for round_ in replace(run, policy=Predicting(4)).rounds():
-        wanted = [None if token == 1 else position / 10 for position, token in enumerate(round_.draft.tokens, 1)]
+        wanted = [
+            None if token == 1 else position / 10
+            for position, token in enumerate(round_.draft.tokens, 1)
+        ]
         assert round_line(round_, str)["predicted"] == (wanted if wanted != [None] else [])
-    first, second = Draft.chain([1, 2]), Draft.chain([3]).with_predictions([0.5])
+    first = Draft.chain([1, 2])
+    second = Draft.chain([3]).with_predictions([0.5])
     assert [math.isnan(share) for share in _joined(first, second).predicted] == [True, True, False]
     assert [math.isnan(share) for share in _joined(second, first).predicted] == [False, True, True]
-    assert (_joined(first, first).predicted, _joined(second, first).part(0, 1).predicted) == ([], [0.5])
+    assert (_joined(first, first).predicted, _joined(second, first).part(0, 1).predicted) == (
+        [],
+        [0.5],
+    )
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
 def test_no_token_is_drafted_beyond_the_limit_or_an_end_of_sequence(window: int) -> None:
-    """Tokens pending verification count as drafted. The models agree, so the first end-of-sequence is the output's."""
+    """Tokens pending verification count as drafted. The models agree, so the first end-of-sequence
+    is the output's."""
     runner = RandomRunner(12, 0)  # its first seven tokens differ
     rounds = decode("pearl", runner, runner, 6, set(), window=window)
     assert sum(len(round_.draft.tokens) for round_ in rounds) == 5
     tokens = ids_of(decode("ar", runner, runner, 12, set()))
     for position in range(1, 7):
         ended = decode("pearl", runner, runner, 12, {tokens[position]}, window=window)
-        assert [token for round_ in ended for token in round_.draft.tokens] == tokens[1 : position + 1]
+        assert [token for round_ in ended for token in round_.draft.tokens] == tokens[
+            1 : position + 1
+        ]

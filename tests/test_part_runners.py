@@ -1,4 +1,5 @@
-"""Runners of trained parts: rows by definition, penalties, what is not run again. `test_runners.py` calls them in any order."""
+"""Runners of trained parts: rows by definition, penalties, what is not run again. `test_runners.py`
+calls them in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
 
-KEYS: dict[str, dict[str, Any]] = {  # what differs in the target's keys, which GliDe reads: groups, norms, partial rotation, none
+# what differs in the target's keys, which GliDe reads: groups, norms, partial rotation, none
+KEYS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "phi3": {"partial_rotary_factor": 0.5},
@@ -48,7 +50,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mtp-deepseek", {"layers": 2, "family": "glm4_moe"}),
     ("mtp-qwen", {"layers": 1, "family": "olmo2"}),
     ("mtp-qwen", {"layers": 1, "family": "olmoe", "backend": "transformers"}),
-    *(("mtp-qwen", {"layers": 1, "family": family, "backend": "transformers"}) for family in ("qwen3_5_text", "qwen3_next")),
+    *(
+        ("mtp-qwen", {"layers": 1, "family": family, "backend": "transformers"})
+        for family in ("qwen3_5_text", "qwen3_next")
+    ),
     ("mtp-qwen", {"layers": 1, "family": "qwen3_5_text"}),
     ("mtp-mimo", {"layers": 1, "family": "qwen2"}),
     ("mtp-mimo-v2", {"layers": 3, "family": "gemma3_text"}),
@@ -73,11 +78,22 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 def variants() -> Iterator[Any]:
     """Layouts, and options of `Part`."""
-    known = [(layout, options) for layout, options in VARIANTS if not (IS_OLD_TRANSFORMERS and layout.startswith("mtp"))]
-    yield from (pytest.param(layout, options, id=f"{layout} {options}") for layout, options in known)
+    known = [
+        (layout, options)
+        for layout, options in VARIANTS
+        if not (IS_OLD_TRANSFORMERS and layout.startswith("mtp"))
+    ]
+    yield from (
+        pytest.param(layout, options, id=f"{layout} {options}") for layout, options in known
+    )
     for number, (family, changes) in enumerate(KEYS.items()):
         layers = 2 if family in ("llama", "gemma3_text") else 1
-        options = {"family": family, "changes": changes, "head_layers": layers, "tables": bool(number % 2)}
+        options = {
+            "family": family,
+            "changes": changes,
+            "head_layers": layers,
+            "tables": bool(number % 2),
+        }
         yield pytest.param("glide", options, id=f"glide {family}")
     for number, case in enumerate(quick(LAYERED)):
         family, backend = case.values
@@ -85,7 +101,9 @@ def variants() -> Iterator[Any]:
         yield pytest.param("exit", options, id=f"exit {family} {backend}", marks=case.marks)
 
 
-def check_rows(part: Part, context: Context, draft: list[int], parents: list[int] | None = None, start: int = 0) -> None:
+def check_rows(
+    part: Part, context: Context, draft: list[int], parents: list[int] | None = None, start: int = 0
+) -> None:
     """Asserts that the logits from index `start` on are those of the definition."""
     parents = list(range(-1, len(draft) - 1)) if parents is None else parents
     logits = part.made.draft.logits(context, draft, parents, start=start).logits
@@ -97,8 +115,10 @@ def check_rows(part: Part, context: Context, draft: list[int], parents: list[int
 
 @pytest.mark.parametrize(("layout", "options"), list(variants()))
 def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) -> None:
-    """Of chains, trees and growing drafts, after acceptances, new contexts and calls that the target lacks tokens for."""
-    part, rng = Part(layout, **options), random.Random(str(options))
+    """Of chains, trees and growing drafts, after acceptances, new contexts and calls that the
+    target lacks tokens for."""
+    part = Part(layout, **options)
+    rng = random.Random(str(options))
     context = Context([1, *(rng.randrange(3, 40) for _ in range(6))])
     deepest = getattr(part.made.draft, "longest_draft", 9) - 1
     for number in range(6):
@@ -108,17 +128,31 @@ def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) 
         if number % 2:
             parents = list(range(-1, len(draft) - 1))
         while max(len(path_to(draft, parents, node)) for node in range(-1, len(draft))) > deepest:
-            draft, parents = draft[:-1], parents[:-1]
-        for start in sorted({0, rng.randrange(len(draft) + 1), len(draft)}):  # what was run before is not run again
+            draft = draft[:-1]
+            parents = parents[:-1]
+        # what was run before is not run again
+        for start in sorted({0, rng.randrange(len(draft) + 1), len(draft)}):
             check_rows(part, context, draft, parents, start)
         if number != 2:
-            check(part.module, part.made.target.logits(context, draft, parents).logits, context, draft, parents)
+            check(
+                part.module,
+                part.made.target.logits(context, draft, parents).logits,
+                context,
+                draft,
+                parents,
+            )
         context.extend([*(draft[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
 
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [("eagle3", {}), ("glide", {"head_layers": 2}), ("medusa-v2", {}), ("exit", {"depth": 1}), ("block-deepspec", {})],
+    [
+        ("eagle3", {}),
+        ("glide", {"head_layers": 2}),
+        ("medusa-v2", {}),
+        ("exit", {"depth": 1}),
+        ("block-deepspec", {}),
+    ],
 )
 def test_penalties_change_the_rows_by_the_path(layout: str, options: dict[str, Any]) -> None:
     config = GenerationConfig(repetition_penalty=1.7, no_repeat_ngram_size=2)
@@ -133,13 +167,21 @@ def test_penalties_change_the_rows_by_the_path(layout: str, options: dict[str, A
     part.made.target.logits(context)
     context.extend([9])
     output = part.made.draft.logits(context, tokens, parents)
-    own = torch.stack([part.row(context.ids, path_to(tokens, parents, node)) for node in range(-1, 3)])
+    own = torch.stack(
+        [part.row(context.ids, path_to(tokens, parents, node)) for node in range(-1, 3)]
+    )
     torch.testing.assert_close(output.unpenalised, own, atol=2e-3, rtol=1e-3)
-    torch.testing.assert_close(output.logits, penalties()(own, context, tokens, parents, 0), atol=4e-3, rtol=1e-3)
-    assert not torch.allclose(output.logits[1], output.logits[3], atol=0.01), "they follow different tokens"
+    torch.testing.assert_close(
+        output.logits, penalties()(own, context, tokens, parents, 0), atol=4e-3, rtol=1e-3
+    )
+    assert not torch.allclose(output.logits[1], output.logits[3], atol=0.01), (
+        "they follow different tokens"
+    )
 
 
-def counted(runner: Any, name: str, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(
+    runner: Any, name: str, passes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Notes the first and the last token of each pass of a method that runs one."""
 
     def run(original: Any, forward_pass: ForwardPass, *arguments: Any) -> ModelOutput:
@@ -153,7 +195,8 @@ def counted(runner: Any, name: str, passes: list[tuple[int, int]], monkeypatch: 
 def test_an_eagle_head_runs_a_pass_for_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one of a round also runs the accepted tokens again, with true features."""
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 5)
-    part, passes = Part("eagle1"), list[tuple[int, int]]()
+    part = Part("eagle1")
+    passes = list[tuple[int, int]]()
     counted(part.made.draft, "_run_pairs", passes, monkeypatch)
     context = Context([1, *range(3, 15)])  # 13 tokens, 12 pairs: a long prompt is run in chunks
     part.made.draft.logits(context)
@@ -177,9 +220,12 @@ def test_what_an_eagle_head_feeds_back_is_measured_where_its_file_may_mean_eithe
     ids = part.weights.trial_ids
     assert len(ids) > 40
     own = replace(part.weights, norm_output=is_normed, trial_ids=())
-    head, rows = eagle.EagleRunner(own, part.model, None, None), torch.zeros(len(ids), VOCAB)
+    head = eagle.EagleRunner(own, part.model, None, None)
+    rows = torch.zeros(len(ids), VOCAB)
     for start in range(4, len(ids) - 4, 4):
-        rows[start : start + 4] = head.logits(Context(ids[:start]), ids[start : start + 4], start=1).logits
+        rows[start : start + 4] = head.logits(
+            Context(ids[:start]), ids[start : start + 4], start=1
+        ).logits
     scripted = SimpleNamespace(logits=lambda *_: ModelOutput(rows))
     monkeypatch.setattr(eagle, "ModelRunner", lambda _: scripted)
     made = eagle.make_runners(part.weights, part.model, ModelRunner(part.model), lambda: None).draft
@@ -202,10 +248,13 @@ def test_eagle_contexts_of_one_token_and_with_another_first_token() -> None:
     check_rows(part, context, [9], start=1)
 
 
-def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Accepted tokens are run again only with several layers."""
     for layers, first in ((1, 6), (2, 4)):
-        part, passes = Part("glide", head_layers=layers), list[tuple[int, int]]()
+        part = Part("glide", head_layers=layers)
+        passes = list[tuple[int, int]]()
         counted(part.made.draft, "_forward", passes, monkeypatch)
         context = Context([1, 5, 6, 7])
         for chain in ([], [8], [8, 9]):
@@ -219,10 +268,17 @@ def test_glide_contexts_of_one_token_chunks_and_accepted_tokens(monkeypatch: pyt
         check_rows(part, Context(ids), [8, 9])
 
 
-def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    part, calls = Part("medusa-v2"), list[int]()
+def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = Part("medusa-v2")
+    calls = list[int]()
     original = MedusaRunner._of_all_heads
-    monkeypatch.setattr(MedusaRunner, "_of_all_heads", lambda self, hidden: calls.append(1) or original(self, hidden))
+    monkeypatch.setattr(
+        MedusaRunner,
+        "_of_all_heads",
+        lambda self, hidden: calls.append(1) or original(self, hidden),
+    )
     context = Context([1, 5, 6])
     part.made.target.logits(context)
     context.extend([7])
@@ -234,9 +290,13 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(monkeyp
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> None:
-    part, (width, positions) = Part("exit", backend=backend, depth=1), (32, Predictor.POSITIONS)
-    maps, weights = torch.randn(positions, width, width) / width, torch.randn(2 * width) / 4  # W_i and w
-    predictor, context = part.made.predictor.predictor, Context([1, 5, 6, 7])
+    part = Part("exit", backend=backend, depth=1)
+    (width, positions) = (32, Predictor.POSITIONS)
+    # W_i and w
+    maps = torch.randn(positions, width, width) / width
+    weights = torch.randn(2 * width) / 4
+    predictor = part.made.predictor.predictor
+    context = Context([1, 5, 6, 7])
     predictor.bias.zero_()
     predictor.target_weights.copy_(torch.einsum("d,ide->ie", weights[:width], maps))
     predictor.draft_weights.copy_(weights[width:])
@@ -245,7 +305,12 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
     part.made.predictor.begin(context)
     states = part.made.draft.logits(context, [8]).hidden_states
     for position in (1, 2, 10, 13):
-        expected = torch.sigmoid(weights @ torch.cat((maps[min(position, positions) - 1] @ before, states[1])))
-        torch.testing.assert_close(part.made.predictor.score(states[1], position), expected, atol=1e-5, rtol=0)
+        expected = torch.sigmoid(
+            weights @ torch.cat((maps[min(position, positions) - 1] @ before, states[1]))
+        )
+        torch.testing.assert_close(
+            part.made.predictor.score(states[1], position), expected, atol=1e-5, rtol=0
+        )
         logit = predictor.logits(predictor.offsets(before), states[1:], torch.tensor([position]))
-        torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)  # training's form
+        # training's form
+        torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)

@@ -16,14 +16,20 @@ from transformers import GenerationMixin
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, eos_ids, read_generation_config
+from specgen.engine.penalties import (
+    GenerationConfig,
+    PenaltyProcessor,
+    eos_ids,
+    read_generation_config,
+)
 
 WIDTH = 13  # few tokens, so that n-grams and biased sequences occur often
 CPU = torch.device("cpu")
 
 
 def takes_tokens_without_logit() -> bool:
-    """Whether the installed transformers does; only models with a smaller head than embedding have such tokens."""
+    """Whether the installed transformers does; only models with a smaller head than embedding have
+    such tokens."""
     rule = transformers.NoRepeatNGramLogitsProcessor(1)
     try:
         rule(torch.tensor([[WIDTH + 1]]), torch.zeros(1, WIDTH))
@@ -85,7 +91,8 @@ def random_context(rng: random.Random, context: Context | None) -> Context:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int) -> None:
-    """Several calls of one processor, for chains and trees, other starts, contexts and vocabulary sizes."""
+    """Several calls of one processor, for chains and trees, other starts, contexts and vocabulary
+    sizes."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     settings = random_settings(rng, WIDTH)
@@ -94,14 +101,21 @@ def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int)
     config = transformers.GenerationConfig.from_pretrained(tmp_path)
     if config.sequence_bias is not None:  # old versions take token 0 in this form alone
         config.sequence_bias = {tuple(word): bias for word, bias in config.sequence_bias}
-    processor, context = PenaltyProcessor(read, frozenset(eos), WIDTH, CPU), None
+    processor = PenaltyProcessor(read, frozenset(eos), WIDTH, CPU)
+    context = None
     for _ in range(8):
         context = random_context(rng, context)
         tokens = [rng.randrange(WIDTH + BEYOND) for _ in range(rng.choice([0, 0, 1, 3, 7]))]
         chain = rng.random() < 0.5
-        parents = range(-1, len(tokens) - 1) if chain else [rng.randint(-1, node - 1) for node in range(len(tokens))]
+        parents = (
+            range(-1, len(tokens) - 1)
+            if chain
+            else [rng.randint(-1, node - 1) for node in range(len(tokens))]
+        )
         start = rng.randint(0, len(tokens))
-        logits = 4 * torch.randn(len(tokens) + 1 - start, rng.choice([WIDTH, WIDTH - 3, WIDTH + 5]), generator=generator)
+        logits = 4 * torch.randn(
+            len(tokens) + 1 - start, rng.choice([WIDTH, WIDTH - 3, WIDTH + 5]), generator=generator
+        )
         given = logits.clone()
         found = processor(logits, context, tokens, parents, start)
         assert torch.equal(logits, given)
@@ -109,14 +123,21 @@ def test_penalties_are_equal_to_those_of_transformers(tmp_path: Path, seed: int)
         reference = reference_processors(config, eos, context.prompt_length)
         for row, index in enumerate(range(start, len(tokens) + 1)):
             ids = torch.tensor([[*context.ids, *path_to(tokens, list(parents), index - 1)]])
-            assert torch.equal(found[row], reference(ids, fitted[row : row + 1].clone())[0]), (settings, index)
+            assert torch.equal(found[row], reference(ids, fitted[row : row + 1].clone())[0]), (
+                settings,
+                index,
+            )
 
 
 @pytest.mark.parametrize("field", ["sequence_bias", "bad_words_ids"])
 def test_sequences_beyond_the_vocabulary_are_refused(field: str) -> None:
-    config = GenerationConfig(sequence_bias=(((3, WIDTH), 1.0),)) if field == "sequence_bias" else None
+    config = (
+        GenerationConfig(sequence_bias=(((3, WIDTH), 1.0),)) if field == "sequence_bias" else None
+    )
     with pytest.raises(SpecgenError, match=rf"{field} names token {WIDTH}"):
-        PenaltyProcessor(config or GenerationConfig(bad_words_ids=((WIDTH,),)), frozenset(), WIDTH, CPU)
+        PenaltyProcessor(
+            config or GenerationConfig(bad_words_ids=((WIDTH,),)), frozenset(), WIDTH, CPU
+        )
 
 
 SETTINGS: dict[str, Any] = {
@@ -139,9 +160,17 @@ def as_lists(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("generation", [None, {}, {"repetition_penalty": 1.7, "eos_token_id": 5}, SETTINGS])
-def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, generation: Any, nested: bool) -> None:
-    config = {"model_type": "llama", "text_config": SETTINGS} if nested else {"model_type": "llama", **SETTINGS}
+@pytest.mark.parametrize(
+    "generation", [None, {}, {"repetition_penalty": 1.7, "eos_token_id": 5}, SETTINGS]
+)
+def test_a_generation_config_is_read_as_transformers_reads_it(
+    tmp_path: Path, generation: Any, nested: bool
+) -> None:
+    config = (
+        {"model_type": "llama", "text_config": SETTINGS}
+        if nested
+        else {"model_type": "llama", **SETTINGS}
+    )
     write(tmp_path, generation, config)
     if isinstance(generation, dict):
         expected = transformers.GenerationConfig.from_pretrained(tmp_path)
@@ -152,8 +181,11 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, ge
     assert pickle.loads(pickle.dumps(found)) == found
     assert found.unsupported.get("num_beams") == expected.num_beams
     for name in set(GenerationConfig.__slots__) - {"unsupported"}:
-        ours, theirs = as_lists(getattr(found, name)), getattr(expected, name)
-        assert ours == ([theirs] if name == "eos_token_id" and isinstance(theirs, int) else theirs), name
+        ours = as_lists(getattr(found, name))
+        theirs = getattr(expected, name)
+        assert ours == (
+            [theirs] if name == "eos_token_id" and isinstance(theirs, int) else theirs
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -174,4 +206,6 @@ def test_a_generation_config_is_read_as_transformers_reads_it(tmp_path: Path, ge
 def test_where_end_of_sequence_ids_come_from(
     config: dict[str, Any], generation: Any, default: Any, tokenizer: int | None, expected: set[int]
 ) -> None:
-    assert eos_ids(config, GenerationConfig(eos_token_id=generation), default, tokenizer) == expected
+    assert (
+        eos_ids(config, GenerationConfig(eos_token_id=generation), default, tokenizer) == expected
+    )

@@ -1,4 +1,5 @@
-"""Length policies on scripted steps, all of them in runs of each method, the time they take, and drafts under penalties."""
+"""Length policies on scripted steps, all of them in runs of each method, the time they take, and
+drafts under penalties."""
 
 from __future__ import annotations
 
@@ -36,47 +37,81 @@ from specgen.workers.worker import DraftWorker
 
 
 def cali(**changes: Any) -> CaliTS:
-    settings: dict[str, Any] = {"sigma_model": 0.2, "sigma_sample": 0.4, "theta0": 0.7, "max_draft": 6, "seed": 0}
+    settings: dict[str, Any] = {
+        "sigma_model": 0.2,
+        "sigma_sample": 0.4,
+        "theta0": 0.7,
+        "max_draft": 6,
+        "seed": 0,
+    }
     parts = {"model_prediction": True, "sampling_prediction": True}
     return CaliTS(**(settings | parts | changes))
 
 
 def drafted(policy: LengthPolicy, signal: str = "prob", *values: float) -> int:
-    """The number of tokens drafted with these values of the signal, and after them with the last one, until the policy ends."""
+    """The number of tokens drafted with these values of the signal, and after them with the last
+    one, until the policy ends."""
     steps = enumerate([*values, *[values[-1] if values else 0.0] * 99], 1)
-    return next(position for position, value in steps if not policy.keep_drafting(DraftedToken(position, {signal: value})))
+    return next(
+        position
+        for position, value in steps
+        if not policy.keep_drafting(DraftedToken(position, {signal: value}))
+    )
 
 
 @pytest.mark.parametrize(
     ("policy", "signal", "values", "length", "reason"),
     [
-        (Confidence(0.4, 20), "prob", (0.9, 0.39, 0.9), 2, "prob 0.39 < 0.40"),  # the doubtful token is kept
-        (Confidence(0.4, 20), "prob", (0.9, 0.3996, 0.9), 2, "prob 0.3996 < 0.4000"),  # two numbers look different
+        # the doubtful token is kept
+        (Confidence(0.4, 20), "prob", (0.9, 0.39, 0.9), 2, "prob 0.39 < 0.40"),
+        # two numbers look different
+        (Confidence(0.4, 20), "prob", (0.9, 0.3996, 0.9), 2, "prob 0.3996 < 0.4000"),
         (Confidence(0.4, 20), "prob", (0.9,), 20, "limit 20"),
-        (SVIP(0.4, 0.15, 40), "entropy", (0.5, 1.0, 1.2), 3, "√cH 0.42 > 0.40"),  # √0.15 is 0.387, √0.18 is 0.424
+        # √0.15 is 0.387, √0.18 is 0.424
+        (SVIP(0.4, 0.15, 40), "entropy", (0.5, 1.0, 1.2), 3, "√cH 0.42 > 0.40"),
         (SVIP(0.4, 0.15, 40), "entropy", (3.0,), 1, "√cH 0.67 > 0.40"),  # a draft is never empty
         (SVIP(0.4, 0.15, 40, 3), "entropy", (3.0,), 3, "√cH 0.67 > 0.40"),
         (SVIP(0.4, 0.15, 40), "entropy", (0.0,), 40, "limit 40"),
         (SelfSD(12), "prob", (0.9, 0.59, 0.9), 2, "prob 0.59 < 0.60"),
         (SelfSD(12), "prob", (0.9,), 12, "limit 12"),
-        (cali(sampling_prediction=False, sigma_model=1e-3), "predicted_acceptance", (1.5,), 6, "limit 6"),
-        (cali(sampling_prediction=False, sigma_model=1e-3), "predicted_acceptance", (-0.5,), 1, "bandit θ 0.00"),
+        (
+            cali(sampling_prediction=False, sigma_model=1e-3),
+            "predicted_acceptance",
+            (1.5,),
+            6,
+            "limit 6",
+        ),
+        (
+            cali(sampling_prediction=False, sigma_model=1e-3),
+            "predicted_acceptance",
+            (-0.5,),
+            1,
+            "bandit θ 0.00",
+        ),
     ],
 )
-def test_where_drafts_end(policy: LengthPolicy, signal: str, values: Sequence[float], length: int, reason: str) -> None:
+def test_where_drafts_end(
+    policy: LengthPolicy, signal: str, values: Sequence[float], length: int, reason: str
+) -> None:
     assert (drafted(policy, signal, *values), policy.reason) == (length, reason)
-    with pytest.raises(LookupError, match=r"reads the signal '\w+', which was not computed \(computed: margin\)"):
-        policy.keep_drafting(DraftedToken(1, {"margin": 0.5}))  # as false, the draft would never stop
+    with pytest.raises(
+        LookupError, match=r"reads the signal '\w+', which was not computed \(computed: margin\)"
+    ):
+        # as false, the draft would never stop
+        policy.keep_drafting(DraftedToken(1, {"margin": 0.5}))
 
 
 def test_lengths_and_thresholds_follow_what_was_accepted() -> None:
-    """transformers' schedule of lengths, and Self-SD's threshold, which only drafts that it ended change."""
-    heuristic, lengths = Heuristic(k=5, max_draft=8), []
+    """transformers' schedule of lengths, and Self-SD's threshold, which only drafts that it ended
+    change."""
+    heuristic = Heuristic(k=5, max_draft=8)
+    lengths = []
     for accepts in (True, True, False, False, False):
         lengths.append(drafted(heuristic))
         heuristic.observe(lengths[-1], lengths[-1] * accepts)
     assert lengths == [5, 7, 8, 7, 6]
-    selfsd, thresholds = SelfSD(k=12), []
+    selfsd = SelfSD(k=12)
+    thresholds = []
     for judged in ((12, 12), (5, 5), (5, 0), (0, 0)):
         selfsd.observe(*judged)
         thresholds.append(selfsd.threshold)
@@ -84,16 +119,23 @@ def test_lengths_and_thresholds_follow_what_was_accepted() -> None:
 
 
 def test_bandits_learn_the_acceptance_rate_from_what_the_target_judged() -> None:
-    beta, both = BetaTS(alpha=1, beta=1, max_draft=40, seed=0), cali(max_draft=40)
-    assert both.posterior(0.9) == pytest.approx((0.9, 0.04)), "before any round, the predictor alone"
+    beta = BetaTS(alpha=1, beta=1, max_draft=40, seed=0)
+    both = cali(max_draft=40)
+    assert both.posterior(0.9) == pytest.approx((0.9, 0.04)), (
+        "before any round, the predictor alone"
+    )
     for policy in (beta, both):
-        policy.observe(drafted=10, accepted=2)  # the third was rejected, the other seven were never verified
+        # the third was rejected, the other seven were never verified
+        policy.observe(drafted=10, accepted=2)
         policy.observe(drafted=3, accepted=3)
         policy.observe(drafted=0, accepted=0)
     assert beta.state() == {"alpha": 6, "beta": 2}
-    rate, weight = (0.7 + 5) / (1 + 6), 0.16 + 2 * 0.04
+    rate = (0.7 + 5) / (1 + 6)
+    weight = 0.16 + 2 * 0.04
     assert both.state() == {"theta_hat": pytest.approx(rate), "rounds": 2}
-    assert both.posterior(0.9) == pytest.approx(((0.16 * 0.9 + 2 * 0.04 * rate) / weight, 0.04 * 0.16 / weight))
+    assert both.posterior(0.9) == pytest.approx(
+        ((0.16 * 0.9 + 2 * 0.04 * rate) / weight, 0.04 * 0.16 / weight)
+    )
     sampling, model = cali(model_prediction=False), cali(sampling_prediction=False)
     for policy in (sampling, model):
         policy.observe(drafted=2, accepted=0)
@@ -110,7 +152,9 @@ def test_bandits_learn_the_acceptance_rate_from_what_the_target_judged() -> None
 
 def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
     def lookup(ids: list[int], k: int, ngram: int = 3) -> list[int]:
-        return list(PromptLookupDrafter(ngram, frozenset({0})).propose(Context(ids), Fixed(k), 100).tokens)
+        return list(
+            PromptLookupDrafter(ngram, frozenset({0})).propose(Context(ids), Fixed(k), 100).tokens
+        )
 
     text = [1, 2, 3, 9, 8, 7, 5, 3, 6, 1, 2, 3]
     assert lookup(text, 3) == [9, 8, 7]
@@ -123,14 +167,21 @@ def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
 def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:
     rng = Random(0)
     for _ in range(50):
-        costs, match = DraftingCosts(0.5, rng.choice((0.02, 0.05, 0.4))), rng.randint(1, 20)
+        costs = DraftingCosts(0.5, rng.choice((0.02, 0.05, 0.4)))
+        match = rng.randint(1, 20)
         learned = Learned.prior(costs)
         made = Adaptive(AUTO, AUTO, 3.0, 6, AdaptiveInputs(costs, learned))
         for _ in range(rng.randrange(60)):
             made.observe_match(rng.randint(1, 20), rng.randrange(3), ended=rng.random() < 0.6)
-        acceptances = [learned.lookup.predict(_copied_score(match + position)) for position in range(6)]
-        values = enumerate(accumulate(accumulate(acceptances, mul)), 1)  # expected accepted tokens of each length
-        gains = [0.0, *(learned.worth * value - costs.of_draft(0, length) for length, value in values)]
+        acceptances = [
+            learned.lookup.predict(_copied_score(match + position)) for position in range(6)
+        ]
+        # expected accepted tokens of each length
+        values = enumerate(accumulate(accumulate(acceptances, mul)), 1)
+        gains = [
+            0.0,
+            *(learned.worth * value - costs.of_draft(0, length) for length, value in values),
+        ]
         assert made.starts_draft(signals={"match_length": match}) == (max(gains) > 0)
         assert list(made.predictions) == acceptances[: gains.index(max(gains))]
 
@@ -163,28 +214,41 @@ SETTINGS = {
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_policy_that_a_method_may_have_ends_drafts(name: str, temperature: float) -> None:
     """And greedy outputs of lossless methods are plain decoding's."""
-    method, target, draft = methods.find(name.partition(":")[0]), TableRunner(1), TableRunner(5)
+    method = methods.find(name.partition(":")[0])
+    target = TableRunner(1)
+    draft = TableRunner(5)
     sampling = SamplingParams(max_new_tokens=24, temperature=temperature)
     plain = ids_of(scripted_run("ar", {}, target, None, sampling).rounds())
     for policy in methods.available_policies(method):
         given = SETTINGS[name] | {"policy": policy}
         given |= {"model_prediction": False} if policy == "cali-ts" and name != "eesd-tree" else {}
         with closing(DraftWorker.in_this_process(draft)) as worker:
-            rounds = list(scripted_run(method, given, target, draft, sampling, worker=worker).rounds())
+            rounds = list(
+                scripted_run(method, given, target, draft, sampling, worker=worker).rounds()
+            )
         reasons = [(round_.draft.stop_reason or "").removeprefix("lookup: ") for round_ in rounds]
-        assert method.is_parallel or any(reason.startswith(REASONS[policy]) for reason in reasons), policy
+        assert method.is_parallel or any(
+            reason.startswith(REASONS[policy]) for reason in reasons
+        ), policy
         assert ids_of(rounds) == plain or temperature or not method.lossless, policy
 
 
 def test_k_and_depth_of_a_tree_of_fixed_depth() -> None:
     """The one that is given alone sets both; of two given ones the smaller ends the tree."""
-    for given, k, depth in (({}, 5, 5), ({"k": "3"}, 3, 3), ({"depth": "8"}, 8, 8), ({"k": 4, "depth": 2}, 4, 2)):
+    for given, k, depth in (
+        ({}, 5, 5),
+        ({"k": "3"}, 3, 3),
+        ({"depth": "8"}, 8, 8),
+        ({"k": 4, "depth": 2}, 4, 2),
+    ):
         values = methods.resolve(methods.find("eesd-tree"), {"policy": "fixed", **given}).values  # type: ignore[dict-item]
         assert (values["k"], values["depth"]) == (k, depth)
 
 
 @pytest.mark.parametrize("name", ["eesd-cali", "eesd-tree"])
-def test_the_policy_and_its_predictor_have_a_phase_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_and_its_predictor_have_a_phase_of_their_own(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a clock that only advances in them and in passes."""
     now = [0.0]
 
@@ -205,12 +269,18 @@ def test_the_policy_and_its_predictor_have_a_phase_of_their_own(name: str, monke
     takes(CaliTS, "observe", 10)
     takes(TopProbPredictor, "begin", 1)
     takes(TopProbPredictor, "score", 0.125)
-    run = scripted_run(name, {"theta0": 1.0}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=16))
+    run = scripted_run(
+        name, {"theta0": 1.0}, TableRunner(1), TableRunner(2), SamplingParams(max_new_tokens=16)
+    )
     prefill, *rounds = run.rounds()
     assert prefill.seconds == dict.fromkeys(prefill.seconds, 0.0) | {"prefill": 1000}
     for round_ in rounds:
         levels = round_.draft.levels
-        wanted = {"draft": 1000 * levels, "verify": 1000, "policy": 10 + (levels > 0) + 100.125 * levels}
+        wanted = {
+            "draft": 1000 * levels,
+            "verify": 1000,
+            "policy": 10 + (levels > 0) + 100.125 * levels,
+        }
         assert round_.seconds == pytest.approx(dict.fromkeys(round_.seconds, 0.0) | wanted)
 
 
@@ -220,18 +290,29 @@ def test_nan_in_a_draft_is_an_error(temperature: float) -> None:
     draft.table.fill_(math.nan)
     for written in ("sd", "sd:policy=svip", "sd:width=2", "mtad", "mtad:beam=sample", "bild"):
         name, *given = written.split(":")
-        run = scripted_run(name, dict(parse_pairs(given)), TableRunner(2), draft, SamplingParams(temperature=temperature))
+        run = scripted_run(
+            name,
+            dict(parse_pairs(given)),
+            TableRunner(2),
+            draft,
+            SamplingParams(temperature=temperature),
+        )
         with pytest.raises(RunError, match="NaN"):
             list(run.rounds())
 
 
 class ForbiddingRunner(TableRunner):
-    """A draft model whose penalties forbid every token after token 2. Without penalties all its tokens are equally likely."""
+    """A draft model whose penalties forbid every token after token 2. Without penalties all its
+    tokens are equally likely."""
 
-    def logits(self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0) -> ModelOutput:
+    def logits(
+        self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0
+    ) -> ModelOutput:
         own = super().logits(context, draft, parents, start=start).logits
         last = torch.tensor([context.ids[-1], *draft][start:])
-        return ModelOutput(own.masked_fill((last == 2)[:, None], -math.inf), own, torch.zeros_like(own))
+        return ModelOutput(
+            own.masked_fill((last == 2)[:, None], -math.inf), own, torch.zeros_like(own)
+        )
 
 
 @pytest.mark.parametrize(
@@ -248,18 +329,29 @@ class ForbiddingRunner(TableRunner):
     ],
     ids=str,
 )
-def test_a_draft_ends_where_penalties_forbid_all_its_tokens(method: str, settings: dict[str, object]) -> None:
+def test_a_draft_ends_where_penalties_forbid_all_its_tokens(
+    method: str, settings: dict[str, object]
+) -> None:
     """And its entropies and top probabilities are those of the model's own distribution."""
     reasons: set[str | None] = set()
     for seed in range(12):
-        draft, sampling = ForbiddingRunner(seed), SamplingParams(max_new_tokens=20, temperature=float(seed % 2))
+        draft = ForbiddingRunner(seed)
+        sampling = SamplingParams(max_new_tokens=20, temperature=float(seed % 2))
         with closing(DraftWorker.in_this_process(draft)) as worker:
-            rounds = list(scripted_run(method, settings, TableRunner(seed), draft, sampling, worker=worker).rounds())
+            rounds = list(
+                scripted_run(
+                    method, settings, TableRunner(seed), draft, sampling, worker=worker
+                ).rounds()
+            )
         assert len(ids_of(rounds)) == 20
         for round_ in rounds:
             reasons.add(round_.draft.stop_reason)
-            assert list(round_.draft.entropies) == pytest.approx([math.log(6)] * len(round_.draft.entropies))
-            assert list(round_.draft.top_probs) == pytest.approx([1 / 6] * len(round_.draft.top_probs))
+            assert list(round_.draft.entropies) == pytest.approx(
+                [math.log(6)] * len(round_.draft.entropies)
+            )
+            assert list(round_.draft.top_probs) == pytest.approx(
+                [1 / 6] * len(round_.draft.top_probs)
+            )
     assert any("no candidates" in str(reason) for reason in reasons)
 
 

@@ -1,4 +1,5 @@
-"""`specgen inspect` of a pair: facts from its files, differences of tokenizers, pass times, expected speedup."""
+"""`specgen inspect` of a pair: facts from its files, differences of tokenizers, pass times,
+expected speedup."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def json_report(inspect: Inspect, *arguments: str) -> dict[str, Any]:
     return parsed
 
 
-def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_pair: specgen.Pair) -> None:
+def test_the_bundled_pairs_figures_are_the_loaded_models(
+    inspect: Inspect, demo_pair: specgen.Pair
+) -> None:
     line = json_report(inspect, "--pair", "--dtype", "float32")
     assert line["type"] == "pair"
     assert demo_pair.draft is not None
@@ -67,32 +70,49 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(inspect: Inspect, demo_
         caches += held * model.context_limit
     assert line["cache_bytes"] == caches
     assert line["tokenizers"]["refusal"] is None
-    assert line["tokenizers"]["shared"] == line["tokenizers"]["target_size"] == len(demo_pair.tokenizer.vocabulary())
+    assert (
+        line["tokenizers"]["shared"]
+        == line["tokenizers"]["target_size"]
+        == len(demo_pair.tokenizer.vocabulary())
+    )
     assert line["tokenizers"]["differences"] == []
     assert line["measured"] is None
     assert set(line["methods"]) == set(methods.METHODS)
     for name, readiness in line["methods"].items():
         method = methods.METHODS[name]
-        part = demo.exit_folder() if method.needs_exit_layer else demo.head_folder(method.head) if method.head else None
+        part = (
+            demo.exit_folder()
+            if method.needs_exit_layer
+            else demo.head_folder(method.head)
+            if method.head
+            else None
+        )
         assert readiness["ready"] == (part is None or part.is_dir())
 
 
 def bytes_per_token(runner: ModelRunner) -> int:
     """What the KV cache of a runner that has run holds per token."""
     cache: Any = runner.cache
-    layers = cache.parts if isinstance(cache, KVBuffer) else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
+    layers = (
+        cache.parts
+        if isinstance(cache, KVBuffer)
+        else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
+    )
     layers = [layer for layer in layers if layer is not None]  # some read the keys of others
     return sum(layer.numel() // layer.shape[-2] * layer.element_size() for layer in layers)
 
 
 # that transformers computes something between a model's layers shows only when they are run
 @pytest.mark.parametrize(
-    ("family", "backend"), quick(pair for pair in RUN_BY if pair in LAYERED or pair[0] not in (*NATIVE, "cohere"))
+    ("family", "backend"),
+    quick(pair for pair in RUN_BY if pair in LAYERED or pair[0] not in (*NATIVE, "cohere")),
 )
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)
     folder = save(module, tmp_path / family)
-    report = pair_inspection.inspect_files(ModelSource(folder, backend=backend), None, (CPU, CPU), ("auto", None), lambda _: None)
+    report = pair_inspection.inspect_files(
+        ModelSource(folder, backend=backend), None, (CPU, CPU), ("auto", None), lambda _: None
+    )
     pair = specgen.load(folder, device="cpu", dtype="float32", backend=backend)
     saved = [buffer for name, buffer in module.named_buffers() if name in module.state_dict()]
     parameters = sum(weight.numel() for weight in (*module.parameters(), *saved))
@@ -102,15 +122,22 @@ def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: 
     runner.logits(Context([1] * 10))
     assert report.target.cache_bytes == bytes_per_token(runner)
     needing = {
-        name for name, method in methods.METHODS.items() if method.needs_draft_model or method.needs_exit_layer or method.head
+        name
+        for name, method in methods.METHODS.items()
+        if method.needs_draft_model or method.needs_exit_layer or method.head
     }
     try:
         pair.target.model.check_layers("early exit")
-        assert report.methods["eesd"].cure == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
+        assert (
+            report.methods["eesd"].cure
+            == f"train one with specgen tune --train --methods eesd -t {folder} --corpus FILE"
+        )
     except specgen.SpecgenError:
         needing.add("selfsd")
         for name in ("eesd", "selfsd", "medusa", "eagle", "glide"):
-            assert report.methods[name].why == f"needs a model built as Llama is, and {family} is not"
+            assert (
+                report.methods[name].why == f"needs a model built as Llama is, and {family} is not"
+            )
     assert {name for name, readiness in report.methods.items() if not readiness.ready} == needing
 
 
@@ -120,15 +147,23 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     parent = tmp_path_factory.mktemp("strangers")
     model = make_model("llama")
     other = [*LETTERS[:3], *reversed(LETTERS[3:])]
-    return save(model, parent / "one", make_tokenizer(LETTERS)), save(model, parent / "other", make_tokenizer(other))
+    return save(model, parent / "one", make_tokenizer(LETTERS)), save(
+        model, parent / "other", make_tokenizer(other)
+    )
 
 
-def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(inspect: Inspect, strangers: tuple[str, str]) -> None:
-    """Their vocabularies are of whole words, which keep no spaces. Drafts by way of their text are left."""
+def test_a_pair_whose_tokens_cannot_be_translated_gets_a_report(
+    inspect: Inspect, strangers: tuple[str, str]
+) -> None:
+    """Their vocabularies are of whole words, which keep no spaces. Drafts by way of their text are
+    left."""
     out, err = inspect("-t", strangers[0], "-d", strangers[1])
     assert err == ""
     assert "✗ tokenizer  the tokenizers differ" in out
-    alike = sum(one == other for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True))
+    alike = sum(
+        one == other
+        for one, other in zip(LETTERS, [*LETTERS[:3], *reversed(LETTERS[3:])], strict=True)
+    )
     assert f"{alike} tokens have the same id in both" in " ".join(out.split())
     assert f"id 3: “a” in the target, “{LETTERS[-1]}” in the draft" in out
     assert re.search(r"✓ sd.*: ready; with translation=text", out)
@@ -146,13 +181,20 @@ def test_texts_that_are_split_differently_are_shown(inspect: Inspect, tmp_path: 
 
     lower = make_tokenizer()
     lower.backend_tokenizer.normalizer = normalizers.Lowercase()
-    both = ("-t", save(make_model("llama"), tmp_path / "t", tokenizer), "-d", save(make_model("llama"), tmp_path / "d", lower))
+    both = (
+        "-t",
+        save(make_model("llama"), tmp_path / "t", tokenizer),
+        "-d",
+        save(make_model("llama"), tmp_path / "d", lower),
+    )
     out, _ = inspect(*both)
     assert "✓ tokenizer  the same" in out
     assert "but they split “Where is Oslo? It's in Norway" in out
 
 
-def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_figures_follow_from_the_pass_times(
+    inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(timed.__kwdefaults__, "most", 3)
     line = json_report(inspect, "--measure", "--dtype", "float32")
     found = line["measured"]
@@ -167,7 +209,8 @@ def test_measured_figures_follow_from_the_pass_times(inspect: Inspect, monkeypat
         expected = rate if rate < 1 else None
         assert found["pays_from"][str(k)] == (None if expected is None else pytest.approx(expected))
     for entry in found["expected"]:
-        chance, k = entry["acceptance"], entry["draft_length"]
+        chance = entry["acceptance"]
+        k = entry["draft_length"]
         tokens = (1 - chance ** (k + 1)) / (1 - chance)
         assert entry["speedup"] == pytest.approx(tokens * seconds[1] / (k * draft + seconds[k + 1]))
 
@@ -176,7 +219,10 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
     runner = demo_pair.target.runner()
     seen = []
     forward = runner._forward
-    runner._forward = lambda one, keep: (seen.append((one.last - one.first, one.first)), forward(one, keep))[1]
+    runner._forward = lambda one, keep: (
+        seen.append((one.last - one.first, one.first)),
+        forward(one, keep),
+    )[1]
     seconds = time_passes(runner, [1, 4], 20)
     assert set(seconds) == {1, 4}
     assert seen[0] == (20, 0)
@@ -190,5 +236,7 @@ def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pair_inspection, "free_memory", lambda device: free[device.type])
     for draft, own in (("cpu", None), ("mps", 900 << 10)):
         devices = CPU, torch.device(draft)
-        report = pair_inspection.inspect_files(sources[0], sources[1], devices, ("float32", None), lambda _: None)
+        report = pair_inspection.inspect_files(
+            sources[0], sources[1], devices, ("float32", None), lambda _: None
+        )
         assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, own)

@@ -1,4 +1,5 @@
-"""The progress line and the bar of a long prompt: drawn in place on a terminal, nothing elsewhere; what each command shows."""
+"""The progress line and the bar of a long prompt: drawn in place on a terminal, nothing elsewhere;
+what each command shows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from specgen.engine import cached_prefix
 from specgen.pair.pair import Pair
 from specgen.view import theme
 from specgen.view.comparison import show_step
-from specgen.view.progress import PREFILL_DELAY, Progress, TrainingLine, TuneProgress, duration, reading_prompt
+from specgen.view.progress import (
+    PREFILL_DELAY,
+    Progress,
+    TrainingLine,
+    TuneProgress,
+    duration,
+    reading_prompt,
+)
 
 ERASE = "\x1b[J"
 
@@ -30,7 +38,9 @@ class Screen:
 
     def __init__(self, *, terminal: bool = True, quiet: bool = False, height: int = 24) -> None:
         self.file = io.StringIO()
-        console = theme.console(file=self.file, force_terminal=terminal, no_color=True, width=80, height=height)
+        console = theme.console(
+            file=self.file, force_terminal=terminal, no_color=True, width=80, height=height
+        )
         self.progress = Progress(console, quiet=quiet)
 
     @property
@@ -53,7 +63,12 @@ def test_lines_are_drawn_in_place_and_erased_at_the_end() -> None:
         assert screen.written == f"{ERASE}done\n"
         line.bar("training", 0.5, "")
     assert screen.written.endswith(ERASE)
-    assert [duration(seconds) for seconds in (9.2, 89, 200, 7500)] == ["9 s", "89 s", "3 min", "2 h 5 min"]
+    assert [duration(seconds) for seconds in (9.2, 89, 200, 7500)] == [
+        "9 s",
+        "89 s",
+        "3 min",
+        "2 h 5 min",
+    ]
 
 
 def test_several_lines_scroll_the_terminal_before_the_cursor_is_saved() -> None:
@@ -61,7 +76,9 @@ def test_several_lines_scroll_the_terminal_before_the_cursor_is_saved() -> None:
     step = BenchmarkStep(parse_spec("sd:k=8"), Prompt(3, "x", "code", "a-name"), False, 5, 48, 83.0)
     show_step(screen.progress, report_of(usual()), step)
     text = screen.written
-    assert text.startswith("\n" * 5 + "\x1b[5A\x1b7"), "four lines of the table, a blank one, the bar"
+    assert text.startswith("\n" * 5 + "\x1b[5A\x1b7"), (
+        "four lines of the table, a blank one, the bar"
+    )
     assert "demo pair, cpu float32" in text
     assert re.search(r"▸ ━━──.*  5 of 48 runs  ~83 s left  sd:k=8, prompt 3 \(a-name\)", text)
     show_step(screen.progress, report_of(usual()), BenchmarkStep(step.spec, None, True, 1, 1, 3.0))
@@ -69,7 +86,9 @@ def test_several_lines_scroll_the_terminal_before_the_cursor_is_saved() -> None:
 
 
 @pytest.mark.parametrize("options", [{"terminal": False}, {"quiet": True}, {"dumb": True}])
-def test_nothing_is_shown_without_a_terminal_or_with_quiet(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_without_a_terminal_or_with_quiet(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if options.pop("dumb", False):  # a terminal that obeys no cursor movements
         monkeypatch.setenv("TERM", "dumb")
     screen = Screen(**options)
@@ -96,8 +115,10 @@ def test_a_training_shows_both_stages(terminal: bool, monkeypatch: pytest.Monkey
     now = [0.0]
     monkeypatch.setattr("specgen.view.progress.time.monotonic", lambda: now[0])
     screen = Screen(terminal=terminal)
-    line, seen = TrainingLine(screen.progress), []
-    for share, seconds in ((0.2, 1.0), (0.4, 11.0), (0.6, 21.0), (1.0, 41.0)):  # half a minute between two lines
+    line = TrainingLine(screen.progress)
+    seen = []
+    # half a minute between two lines
+    for share, seconds in ((0.2, 1.0), (0.4, 11.0), (0.6, 21.0), (1.0, 41.0)):
         now[0] = seconds
         line.show("Generating text", share, "5,000 tokens")
         seen.append(screen.written)
@@ -105,7 +126,12 @@ def test_a_training_shows_both_stages(terminal: bool, monkeypatch: pytest.Monkey
         assert "5,000 tokens  ~30 s left" in seen[1]
         assert "Generating text: 100%, 5,000 tokens" in seen[3]
     else:
-        assert seen == ["Generating text: 20%, 5,000 tokens\n", "", "", "Generating text: 100%, 5,000 tokens\n"]
+        assert seen == [
+            "Generating text: 20%, 5,000 tokens\n",
+            "",
+            "",
+            "Generating text: 100%, 5,000 tokens\n",
+        ]
 
 
 PROMPT = [5 + token % 9 for token in range(23)]
@@ -122,14 +148,20 @@ def test_models_report_their_chunks(
     pair.forget()
     with prefill_reports.to(lambda *report: reports.append(report)):
         pair.generate(PROMPT, "sd", SamplingParams(max_new_tokens=12, ignore_eos=True))
-    target, draft, total = reports[0][0], reports[-1][0], reports[-1][2]
+    target = reports[0][0]
+    draft = reports[-1][0]
+    total = reports[-1][2]
     assert target != draft
     for source, tokens in ((target, 23), (draft, total)):
-        done = list(dict.fromkeys(each for who, each, of in reports if (who, of) == (source, tokens)))
+        done = list(
+            dict.fromkeys(each for who, each, of in reports if (who, of) == (source, tokens))
+        )
         assert done == sorted(done)
         assert {0, 10, 20, tokens} <= set(done)
     order = [who for who, _, _ in reports]
-    assert order == sorted(order, key=[target, draft].index), "the target's prompt, then the draft's, then none"
+    assert order == sorted(order, key=[target, draft].index), (
+        "the target's prompt, then the draft's, then none"
+    )
     for method in ("eagle", "eesd-beta", "pearl") if backend == "native" else ():
         demo_pair.forget()
         reports.clear()
@@ -140,7 +172,9 @@ def test_models_report_their_chunks(
         assert all(ends.values())
 
 
-def test_layers_of_a_pass_report_shares_of_its_tokens(pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_pass_report_shares_of_its_tokens(
+    pair_of: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that there is progress while the first pass runs."""
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
@@ -162,7 +196,8 @@ def test_layers_of_a_pass_report_shares_of_its_tokens(pair_of: Callable[..., Pai
 
 def test_the_bar_appears_after_a_second_and_is_erased_at_the_end() -> None:
     """And begins at the cursor, where an answer may have begun."""
-    screen, now = Screen(), [0.0]
+    screen = Screen()
+    now = [0.0]
 
     def written(source: int, done: int, total: int, at: float) -> str:
         now[0] = at
@@ -171,10 +206,14 @@ def test_the_bar_appears_after_a_second_and_is_erased_at_the_end() -> None:
 
     with reading_prompt(screen.progress, lambda: now[0]):
         assert written(1, 0, 32_000, 0) == written(1, 1024, 32_000, PREFILL_DELAY - 0.01) == ""
-        assert "2,048 of 32,000 tokens  reading the prompt" in written(1, 2048, 32_000, PREFILL_DELAY)
+        assert "2,048 of 32,000 tokens  reading the prompt" in written(
+            1, 2048, 32_000, PREFILL_DELAY
+        )
         assert written(1, 2049, 32_000, PREFILL_DELAY + 0.1) == "", "not so often"
         assert written(1, 32_000, 32_000, 9) == ERASE
-        assert "0 of 8,000 tokens" in written(2, 0, 8_000, 9), "the draft's, at once: the user has waited before"
+        assert "0 of 8,000 tokens" in written(2, 0, 8_000, 9), (
+            "the draft's, at once: the user has waited before"
+        )
         assert "500 of 10,000 tokens" in written(3, 500, 2_000, 10)
     assert screen.written == ERASE, "an interrupted prefill leaves no bar"
     assert written(2, 1, 2, 9) == ""
@@ -189,7 +228,9 @@ def test_ctrl_c_in_a_chunk_ends_the_command_cleanly(
         if done:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("specgen.cli.output_writers.reading_prompt", lambda _: prefill_reports.to(press))
+    monkeypatch.setattr(
+        "specgen.cli.output_writers.reading_prompt", lambda _: prefill_reports.to(press)
+    )
     code, out, err = run_main(monkeypatch, capfd, "generate", "hello abc " * 6, *pair, "-m", "sd")
     assert (code, out) == (130, "")
     assert "interrupted" in err

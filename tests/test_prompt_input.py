@@ -80,7 +80,9 @@ def test_no_stdin_leaves_it_to_others(stdin: Stdin) -> None:
             prompt(given, reads_stdin=False)
 
 
-def test_a_pipe_is_joined_whole_if_its_first_byte_comes_in_time(stdin: Stdin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_joined_whole_if_its_first_byte_comes_in_time(
+    stdin: Stdin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_input, "FIRST_BYTE_SECONDS", 60.0)
     reader, writer = os.pipe()
     stdin(reader)
@@ -95,7 +97,9 @@ def test_a_pipe_is_joined_whole_if_its_first_byte_comes_in_time(stdin: Stdin, mo
     assert read == ["Summarise:\n\nfirst\nsecond"]
 
 
-def test_a_pipe_that_delivers_nothing_in_time_keeps_its_bytes(stdin: Stdin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_delivers_nothing_in_time_keeps_its_bytes(
+    stdin: Stdin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_input, "FIRST_BYTE_SECONDS", 0.01)
     reader, writer = os.pipe()
     stdin(reader)
@@ -105,7 +109,9 @@ def test_a_pipe_that_delivers_nothing_in_time_keeps_its_bytes(stdin: Stdin, monk
     assert sys.stdin.read() == "late"
 
 
-def test_the_wait_for_a_pipe_does_not_delay_the_loading(stdin: Stdin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_pipe_does_not_delay_the_loading(
+    stdin: Stdin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
 
     def select(*given: object) -> tuple[list[int], list[int], list[int]]:
@@ -122,7 +128,9 @@ def test_the_wait_for_a_pipe_does_not_delay_the_loading(stdin: Stdin, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["late", "empty", "blank", "text", "not read", "/dev/null"])
-def test_a_pipe_that_gives_no_text_is_told(stdin: Stdin, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_pipe_that_gives_no_text_is_told(
+    stdin: Stdin, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(prompt_input, "FIRST_BYTE_SECONDS", 0.01 if kind == "late" else 60.0)
     reader, writer = os.pipe()
     if kind != "late":
@@ -134,7 +142,10 @@ def test_a_pipe_that_gives_no_text_is_told(stdin: Stdin, monkeypatch: pytest.Mon
     stdin(reader)
     asked = PromptInput("Summarise:", None, reads_stdin=kind != "not read")
     asked.text()
-    begins = {"late": "Nothing came from standard input within a second", "empty": "Standard input was empty"}
+    begins = {
+        "late": "Nothing came from standard input within a second",
+        "empty": "Standard input was empty",
+    }
     begins["blank"] = begins["empty"]
     assert asked.note.partition(":")[0] == begins.get(kind, "")
     if kind == "late":
@@ -143,7 +154,10 @@ def test_a_pipe_that_gives_no_text_is_told(stdin: Stdin, monkeypatch: pytest.Mon
         os.close(writer)
 
 
-@pytest.mark.parametrize(("options", "said"), [((), "Standard input was empty: the prompt is taken alone.\n"), (("-q",), "")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [((), "Standard input was empty: the prompt is taken alone.\n"), (("-q",), "")],
+)
 def test_generate_shows_the_note_on_a_pipe_unless_it_is_quiet(
     stdin: Stdin,
     monkeypatch: pytest.MonkeyPatch,
@@ -153,13 +167,21 @@ def test_generate_shows_the_note_on_a_pipe_unless_it_is_quiet(
     said: str,
 ) -> None:
     stdin(a_pipe(b""))
-    code, _, err = run_main(monkeypatch, capfd, "generate", *pair, "-m", "ar", "-n", "2", *options, "abc")
+    code, _, err = run_main(
+        monkeypatch, capfd, "generate", *pair, "-m", "ar", "-n", "2", *options, "abc"
+    )
     assert code == 0
-    assert "".join(line for line in err.splitlines(keepends=True) if "tandard input" in line) == said
+    assert (
+        "".join(line for line in err.splitlines(keepends=True) if "tandard input" in line) == said
+    )
 
 
-@pytest.mark.parametrize("kind", ["/dev/null", "terminal", "socket", "closed", "empty pipe", "blank file", "folder"])
-def test_nothing_else_is_joined(stdin: Stdin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["/dev/null", "terminal", "socket", "closed", "empty pipe", "blank file", "folder"]
+)
+def test_nothing_else_is_joined(
+    stdin: Stdin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     if kind == "/dev/null":
         stdin(os.open(os.devnull, os.O_RDONLY))
     elif kind == "terminal":
@@ -193,9 +215,18 @@ class Folder:
 
 
 @pytest.mark.parametrize(
-    "data", [b"one\ntwo", b"one\ntwo\n", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\r\ntwo", b"\xef\xbb\xbfone\ntwo\n"]
+    "data",
+    [
+        b"one\ntwo",
+        b"one\ntwo\n",
+        b"one\r\ntwo\r\n",
+        b"\xef\xbb\xbfone\r\ntwo",
+        b"\xef\xbb\xbfone\ntwo\n",
+    ],
 )
-def test_line_ends_and_a_byte_order_mark_change_nothing(stdin: Stdin, tmp_path: Path, data: bytes) -> None:
+def test_line_ends_and_a_byte_order_mark_change_nothing(
+    stdin: Stdin, tmp_path: Path, data: bytes
+) -> None:
     file = tmp_path / "prompt.txt"
     stdin(a_file(file, data))
     assert prompt(None, file) == prompt(None) == "one\ntwo"
@@ -209,7 +240,11 @@ def test_inner_line_feeds_and_the_argument_stay(stdin: Stdin) -> None:
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(b"caf\xe9", r"is not UTF-8 \(at byte 3\)"), (b"%PDF-1.7\n", "is a PDF. .*pdftotext"), (b"x" * 9, "longer than 0 MiB")],
+    [
+        (b"caf\xe9", r"is not UTF-8 \(at byte 3\)"),
+        (b"%PDF-1.7\n", "is a PDF. .*pdftotext"),
+        (b"x" * 9, "longer than 0 MiB"),
+    ],
 )
 def test_a_text_that_cannot_be_read_is_refused_wherever_it_is(
     stdin: Stdin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str

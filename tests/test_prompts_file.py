@@ -1,4 +1,5 @@
-"""`generate --prompts`: one load, an answer for each prompt, continued after an interruption; several prompts from Python."""
+"""`generate --prompts`: one load, an answer for each prompt, continued after an interruption;
+several prompts from Python."""
 
 from __future__ import annotations
 
@@ -30,21 +31,33 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generate(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...], prompts: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    pair: tuple[str, ...],
+    prompts: Path,
 ) -> Generate:
-    """Runs `specgen generate` on the tiny pair and the file of prompts: exit code, stdout, stderr."""
+    """Runs `specgen generate` on the tiny pair and the file of prompts: exit code, stdout,
+    stderr."""
     usual = ("generate", *pair, "-m", "sd", "-n", "9", "--ignore-eos", "--prompts", str(prompts))
     return lambda *more: run_main(monkeypatch, capfd, *usual, *more)
 
 
-def test_each_prompt_gets_one_line_of_json_after_one_load(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_gets_one_line_of_json_after_one_load(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loads = []
     load = loading.load
-    monkeypatch.setattr(loading, "load", lambda *given, **more: loads.append(1) or load(*given, **more))
+    monkeypatch.setattr(
+        loading, "load", lambda *given, **more: loads.append(1) or load(*given, **more)
+    )
     code, out, err = generate("--json")
     lines = parsed(out)
     assert (code, loads, [line["prompt_index"] for line in lines]) == (0, [1], [0, 1, 2])
-    assert [(line["prompt_name"], line["category"]) for line in lines] == [("one", "other"), ("", "other"), ("", "talk")]
+    assert [(line["prompt_name"], line["category"]) for line in lines] == [
+        ("one", "other"),
+        ("", "other"),
+        ("", "talk"),
+    ]
     assert all(set(SUMMARY.split()) <= set(line) for line in lines)
     assert [line["new_tokens"] for line in lines] == [9, 9, 9]
     assert "1 later turn left out" in err
@@ -69,20 +82,36 @@ def test_chat_formats_each_prompt(generate: Generate, tmp_path: Path) -> None:
     ]
 
 
-def test_the_same_command_continues_where_it_was_interrupted(generate: Generate, tmp_path: Path) -> None:
+def test_the_same_command_continues_where_it_was_interrupted(
+    generate: Generate, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     options = ("--json", "--trace", str(trace), "--temperature", "1")
     _, whole, _ = generate(*options)
     lines = trace.read_text(encoding="utf-8").splitlines(keepends=True)
-    ends = [number for number, line in enumerate(lines, start=1) if line.startswith('{"type": "summary"')]
+    ends = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.startswith('{"type": "summary"')
+    ]
     for kept, interrupted in ((ends[1], False), (ends[1] + 2, False), (ends[2], True)):
         cut = "".join(lines[:kept])
-        cut = cut.replace('"finish_reason": "length"', '"finish_reason": "interrupted"') if interrupted else cut
-        trace.write_text(cut.replace("interrupted", "length", 2) if interrupted else cut, encoding="utf-8")
+        cut = (
+            cut.replace('"finish_reason": "length"', '"finish_reason": "interrupted"')
+            if interrupted
+            else cut
+        )
+        trace.write_text(
+            cut.replace("interrupted", "length", 2) if interrupted else cut, encoding="utf-8"
+        )
         code, out, err = generate(*options)
-        assert (code, len(parsed(out)), out.splitlines()[:2]) == (0, 3, whole.splitlines()[:2]), "random texts, made once"
+        assert (code, len(parsed(out)), out.splitlines()[:2]) == (0, 3, whole.splitlines()[:2]), (
+            "random texts, made once"
+        )
         assert f"continuing {trace}, which has 2 answers" in err
-        runs = [line for line in parsed(trace.read_text(encoding="utf-8")) if line["type"] == "summary"]
+        runs = [
+            line for line in parsed(trace.read_text(encoding="utf-8")) if line["type"] == "summary"
+        ]
         assert [run["prompt_index"] for run in runs] == [0, 1, 2]
         assert {run["finish_reason"] for run in runs} == {"length"}
 
@@ -98,7 +127,10 @@ def test_another_commands_trace_is_written_anew_only_if_it_is_finished(
     trace.write_text(cut, encoding="utf-8")
     code, out, err = generate("--json", "--trace", str(trace), *changed)
     assert (code, out, trace.read_text(encoding="utf-8")) == (2, "", cut)
-    assert f"the trace {trace} holds an interrupted run of other prompts or options (sd, 2 finished answers). Name" in err
+    assert (
+        f"the trace {trace} holds an interrupted run of other prompts or options (sd, 2 "
+        "finished answers). Name"
+    ) in err
 
     trace.write_text(whole, encoding="utf-8")
     _, out, err = generate("--json", "--trace", str(trace), *changed)
@@ -109,7 +141,13 @@ def test_another_commands_trace_is_written_anew_only_if_it_is_finished(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("target", "other"), ("device", "cuda:0"), ("dtype", "bfloat16"), ("versions", {"arithmetic": "0"})]
+    ("key", "value"),
+    [
+        ("target", "other"),
+        ("device", "cuda:0"),
+        ("dtype", "bfloat16"),
+        ("versions", {"arithmetic": "0"}),
+    ],
 )
 def test_answers_of_another_model_or_arithmetic_are_not_continued(
     generate: Generate, tmp_path: Path, key: str, value: object
@@ -138,7 +176,9 @@ def test_a_file_with_only_the_first_prompts_does_not_overwrite_an_interrupted_ru
     assert (code, trace.read_text(encoding="utf-8")) == (2, cut)
 
 
-def test_a_run_that_was_interrupted_in_its_first_answer_begins_again(generate: Generate, tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_in_its_first_answer_begins_again(
+    generate: Generate, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.jsonl"
     generate("--trace", str(trace))
     trace.write_text(trace.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
@@ -146,7 +186,9 @@ def test_a_run_that_was_interrupted_in_its_first_answer_begins_again(generate: G
     assert (code, len(parsed(out))) == (0, 3)
 
 
-def test_an_interruption_says_how_to_continue(generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_says_how_to_continue(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = specgen.cli.output_writers.OutputWriter._add  # type: ignore[attr-defined]
     rounds = []
 
@@ -158,14 +200,22 @@ def test_an_interruption_says_how_to_continue(generate: Generate, tmp_path: Path
 
     monkeypatch.setattr("specgen.cli.output_writers.OutputWriter._add", press)
     trace = ("--trace", str(tmp_path / "trace.jsonl"))
-    for options, words in ((trace, "; the same command continues it."), ((), "; with --trace FILE.jsonl the same command")):
+    for options, words in (
+        (trace, "; the same command continues it."),
+        ((), "; with --trace FILE.jsonl the same command"),
+    ):
         rounds.clear()
         code, out, err = generate("--json", *options)
-        assert (code, [line["finish_reason"] for line in parsed(out)]) == (130, ["length", "interrupted"])
+        assert (code, [line["finish_reason"] for line in parsed(out)]) == (
+            130,
+            ["length", "interrupted"],
+        )
         assert f"Interrupted after 1 of 3 prompts{words}" in err
 
 
-def test_a_prompt_beside_the_file_and_one_that_is_too_long_are_refused(generate: Generate, prompts: Path) -> None:
+def test_a_prompt_beside_the_file_and_one_that_is_too_long_are_refused(
+    generate: Generate, prompts: Path
+) -> None:
     assert generate("hello")[0] == 2
     code, _, err = generate("-f", str(prompts))
     assert (code, "Leave one of them out" in err) == (2, True)
@@ -176,14 +226,21 @@ def test_a_prompt_beside_the_file_and_one_that_is_too_long_are_refused(generate:
 
 
 def test_a_file_of_prompts_is_named_where_it_is_taken_for_something_else(
-    generate: Generate, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pair: tuple[str, ...], prompts: Path
+    generate: Generate,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    pair: tuple[str, ...],
+    prompts: Path,
 ) -> None:
     code, _, err = run_main(monkeypatch, capfd, "generate", *pair, "-n", "2", "-f", str(prompts))
     assert code == 0
     assert f"--prompts {prompts} answers each of its prompts" in err
     code, _, err = run_main(monkeypatch, capfd, "inspect", str(prompts))
     assert code == 2
-    assert f"{prompts} holds prompts and is no trace. Answer them with specgen generate --prompts {prompts}" in err
+    assert (
+        f"{prompts} holds prompts and is no trace. Answer them with specgen generate "
+        f"--prompts {prompts}"
+    ) in err
 
 
 def test_python_takes_several_prompts(demo_pair: Pair) -> None:
@@ -193,7 +250,9 @@ def test_python_takes_several_prompts(demo_pair: Pair) -> None:
     ids = [demo_pair.tokenizer.encode(text) for text in texts]
     chats = [[{"role": "user", "content": text}] for text in texts]
     for given in (texts, tuple(texts), ids):
-        assert [result.token_ids for result in demo_pair.generate(given, "svip", sampling)] == one_by_one  # type: ignore[call-overload]
+        assert [
+            result.token_ids for result in demo_pair.generate(given, "svip", sampling)
+        ] == one_by_one  # type: ignore[call-overload]
     assert len(demo_pair.generate(chats, "svip", sampling)) == 2
     assert demo_pair.generate(ids[0], "svip", sampling).token_ids == one_by_one[0]
     assert isinstance(demo_pair.generate(chats[0], "svip", sampling), specgen.Result)

@@ -1,4 +1,5 @@
-"""Heads in the published layouts: what is read of each, what is written, and mistakes, each named in one line."""
+"""Heads in the published layouts: what is read of each, what is written, and mistakes, each named
+in one line."""
 
 from __future__ import annotations
 
@@ -26,12 +27,18 @@ from specgen.engine.parts.part import MedusaWeights
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
 from specgen.engine.weights import weights_fingerprint
 
-WIDTH, LAYERS = 32, 8
+WIDTH = 32
+LAYERS = 8
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return opened(save(make_model("llama", num_hidden_layers=LAYERS), tmp_path_factory.mktemp("heads") / "target"))
+    return opened(
+        save(
+            make_model("llama", num_hidden_layers=LAYERS),
+            tmp_path_factory.mktemp("heads") / "target",
+        )
+    )
 
 
 def load(folder: Path, target: LoadedModel) -> Any:
@@ -39,7 +46,10 @@ def load(folder: Path, target: LoadedModel) -> Any:
 
 
 def equal(found: Tensors, expected: Tensors) -> bool:
-    is_equal = {name: found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items()}
+    is_equal = {
+        name: found[name].dtype == each.dtype and torch.equal(found[name], each)
+        for name, each in expected.items()
+    }
     return found.keys() == expected.keys() and all(is_equal.values())
 
 
@@ -47,10 +57,15 @@ def named(weights: Any) -> Tensors:
     """The tensors of weights by name; those of Medusa as in vLLM's layout."""
     if not isinstance(weights, MedusaWeights):
         return dict(weights.tensors)
-    tensors = {f"lm_heads.{head}.weight": table for head, table in enumerate(weights.lm_heads or ())}
+    tensors = {
+        f"lm_heads.{head}.weight": table for head, table in enumerate(weights.lm_heads or ())
+    }
     for head, blocks in enumerate(weights.blocks):
         for layer, (matrix, bias) in enumerate(blocks):
-            tensors |= {f"blocks.{head}.layers.{layer}.weight": matrix, f"blocks.{head}.layers.{layer}.bias": bias}
+            tensors |= {
+                f"blocks.{head}.layers.{layer}.weight": matrix,
+                f"blocks.{head}.layers.{layer}.bias": bias,
+            }
     return tensors
 
 
@@ -67,37 +82,114 @@ def refusal(folder: Path, target: LoadedModel) -> str:
 
 
 ZEROS = {f"blocks.{head}.layers.0.bias": torch.zeros(WIDTH) for head in range(3)}
-MEDUSA = {f"{head}.{layer}.linear.": f"blocks.{head}.layers.{layer}." for head in range(3) for layer in range(2)}
-COPIED = ("embed_tokens.weight", "d2t", "t2d", "token_map")  # the target's own, and maps of vocabularies
-READ: list[tuple[str, Config, dict[str, str], Config]] = [  # a layout with sizes; what its names become; what its config says
-    ("medusa-v0.1", {"medusa_layers": 2}, MEDUSA | {f"{head}.2.weight": f"lm_heads.{head}.weight" for head in range(3)}, {}),
-    ("medusa-v1.0", {}, {"medusa_head.": ""} | MEDUSA | {f"{head}.1.weight": f"lm_heads.{head}.weight" for head in range(3)}, {}),
+MEDUSA = {
+    f"{head}.{layer}.linear.": f"blocks.{head}.layers.{layer}."
+    for head in range(3)
+    for layer in range(2)
+}
+# the target's own, and maps of vocabularies
+COPIED = ("embed_tokens.weight", "d2t", "t2d", "token_map")
+# a layout with sizes; what its names become; what its config says
+READ: list[tuple[str, Config, dict[str, str], Config]] = [
+    (
+        "medusa-v0.1",
+        {"medusa_layers": 2},
+        MEDUSA | {f"{head}.2.weight": f"lm_heads.{head}.weight" for head in range(3)},
+        {},
+    ),
+    (
+        "medusa-v1.0",
+        {},
+        {"medusa_head.": ""}
+        | MEDUSA
+        | {f"{head}.1.weight": f"lm_heads.{head}.weight" for head in range(3)},
+        {},
+    ),
     ("medusa-v2", {}, MEDUSA, {"lm_heads": None}),
     ("medusa-vllm", {}, {"medusa_heads.": ""}, {}),
-    ("eagle1", {"bias": False, "own_embedding": True}, {}, {"version": 1, "base": 1e4, "model_type": "llama"}),
+    (
+        "eagle1",
+        {"bias": False, "own_embedding": True},
+        {},
+        {"version": 1, "base": 1e4, "model_type": "llama"},
+    ),
     ("eagle1", {"qkv_bias": True}, {}, {"version": 1, "model_type": "qwen2"}),
     ("eagle1-sglang", {}, {"model.": ""}, {"version": 1, "base": 1e4}),
     ("eagle1-vllm", {"qk_norm": True}, {}, {"version": 1, "model_type": "qwen3"}),
-    ("eagle1-speculators", {}, {"transformer.": "layers.0.", "fusion_fc": "fc"}, {"version": 1, "base": 5e4}),
-    ("eagle3", {}, {"midlayer.": "layers.0."}, {"version": 3, "base": 1e4, "norm_before_residual": False}),
-    ("eagle3", {"qkv_bias": True}, {"midlayer.": "layers.0."}, {"version": 3, "model_type": "qwen2"}),
-    ("eagle3-speculators", {}, {}, {"version": 3, "base": 5e5, "norm_before_residual": True, "feature_layers": (2, 4, 5)}),
-    ("eagle3.1", {"norm_output": True}, {"midlayer.": "layers.0."}, {"version": 3, "norm_output": True}),
+    (
+        "eagle1-speculators",
+        {},
+        {"transformer.": "layers.0.", "fusion_fc": "fc"},
+        {"version": 1, "base": 5e4},
+    ),
+    (
+        "eagle3",
+        {},
+        {"midlayer.": "layers.0."},
+        {"version": 3, "base": 1e4, "norm_before_residual": False},
+    ),
+    (
+        "eagle3",
+        {"qkv_bias": True},
+        {"midlayer.": "layers.0."},
+        {"version": 3, "model_type": "qwen2"},
+    ),
+    (
+        "eagle3-speculators",
+        {},
+        {},
+        {"version": 3, "base": 5e5, "norm_before_residual": True, "feature_layers": (2, 4, 5)},
+    ),
+    (
+        "eagle3.1",
+        {"norm_output": True},
+        {"midlayer.": "layers.0."},
+        {"version": 3, "norm_output": True},
+    ),
     ("eagle3.1-speculators", {}, {}, {"version": 3, "norm_output": True, "trial_ids": []}),
     ("glide", {"head_layers": 2}, {"model.": ""}, {"base": 1e4, "block_size": 7}),
-    ("block-zlab", {"qk_norm": True, "head_layers": 2}, {}, {"block_size": 5, "feature_layers": (1, 3), "from_anchor": False}),
-    ("block-deepspec", {"qk_norm": True}, {}, {"block_size": 4, "feature_layers": (0, 2, 4), "from_anchor": True, "mask_id": 2}),
-    ("block-specforge", {}, {}, {"block_size": 3, "feature_layers": (2,), "from_anchor": True, "causal": True}),
-    ("block-speculators", {}, {}, {"base": 5e5, "feature_layers": (1, 3), "from_anchor": True, "causal": None}),
+    (
+        "block-zlab",
+        {"qk_norm": True, "head_layers": 2},
+        {},
+        {"block_size": 5, "feature_layers": (1, 3), "from_anchor": False},
+    ),
+    (
+        "block-deepspec",
+        {"qk_norm": True},
+        {},
+        {"block_size": 4, "feature_layers": (0, 2, 4), "from_anchor": True, "mask_id": 2},
+    ),
+    (
+        "block-specforge",
+        {},
+        {},
+        {"block_size": 3, "feature_layers": (2,), "from_anchor": True, "causal": True},
+    ),
+    (
+        "block-speculators",
+        {},
+        {},
+        {"base": 5e5, "feature_layers": (1, 3), "from_anchor": True, "causal": None},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("layout", "sizes", "names", "said"), READ, ids=[f"{row[0]} {row[1]}" for row in READ])
+@pytest.mark.parametrize(
+    ("layout", "sizes", "names", "said"), READ, ids=[f"{row[0]} {row[1]}" for row in READ]
+)
 def test_each_layout_is_read(
-    target: LoadedModel, tmp_path: Path, layout: str, sizes: Config, names: dict[str, str], said: Config
+    target: LoadedModel,
+    tmp_path: Path,
+    layout: str,
+    sizes: Config,
+    names: dict[str, str],
+    said: Config,
 ) -> None:
     found = load(write_head(tmp_path / "head", layout, target.folder, **sizes), target)
-    said, raw, expected = dict(said), LAYOUTS[layout](sizes_of(target.folder, **sizes))[1], dict[str, torch.Tensor]()
+    said = dict(said)
+    raw = LAYOUTS[layout](sizes_of(target.folder, **sizes))[1]
+    expected = dict[str, torch.Tensor]()
     for name, tensor in raw.items():
         for published, own in names.items():
             name = own + name.removeprefix(published) if name.startswith(published) else name
@@ -109,11 +201,23 @@ def test_each_layout_is_read(
         assert torch.equal(found.vocabulary, raw["t2d"].nonzero()[:, 0])
     dropped = () if layout == "glide" or sizes.get("own_embedding") else COPIED
     dropped = (*dropped, "lm_head.weight") if layout == "block-deepspec" else dropped
-    assert equal(named(found), {name: tensor for name, tensor in expected.items() if name not in dropped})
+    assert equal(
+        named(found), {name: tensor for name, tensor in expected.items() if name not in dropped}
+    )
     if not layout.startswith("medusa"):
-        shape, (rotary,) = found.architecture, found.architecture.rotary.values()
-        assert (shape.hidden_size, shape.intermediate_size, shape.head_size, shape.norm_eps) == (WIDTH, 40, 12, 1e-5)
-        assert (shape.num_heads, shape.num_kv_heads, shape.num_layers) == (4, 2, sizes.get("head_layers", 1))
+        shape = found.architecture
+        (rotary,) = found.architecture.rotary.values()
+        assert (shape.hidden_size, shape.intermediate_size, shape.head_size, shape.norm_eps) == (
+            WIDTH,
+            40,
+            12,
+            1e-5,
+        )
+        assert (shape.num_heads, shape.num_kv_heads, shape.num_layers) == (
+            4,
+            2,
+            sizes.get("head_layers", 1),
+        )
         base = said.pop("base", None)
         assert base is None or rotary.inverse_frequencies[1] == pytest.approx(base ** (-1 / 6))
         assert shape.model_type == said.pop("model_type", shape.model_type)
@@ -123,23 +227,34 @@ def test_each_layout_is_read(
         assert load(tmp_path / "saved", target).architecture == found.architecture
 
 
-def test_lm_heads_of_medusa_that_are_shared_or_have_all_tokens(target: LoadedModel, tmp_path: Path) -> None:
+def test_lm_heads_of_medusa_that_are_shared_or_have_all_tokens(
+    target: LoadedModel, tmp_path: Path
+) -> None:
     folder = write_head(tmp_path, "medusa-vllm", target.folder)
     whole = torch.randn(VOCAB, WIDTH)
     ids = load_file(folder / "model.safetensors")["medusa_heads.token_map"]
-    change_head(folder, lambda raw: [raw.pop(f"medusa_heads.lm_heads.{head}.weight") for head in (1, 2)], original_lm_head=True)
+    change_head(
+        folder,
+        lambda raw: [raw.pop(f"medusa_heads.lm_heads.{head}.weight") for head in (1, 2)],
+        original_lm_head=True,
+    )
     change_head(folder, lambda raw: raw.update({"medusa_heads.lm_heads.0.weight": whole}))
     lm_heads = load(folder, target).lm_heads
     assert lm_heads[0] is lm_heads[2]
     assert torch.equal(lm_heads[0], whole[ids])
 
 
-def test_a_fine_tuned_model_with_medusa_heads_is_its_own_target(target: LoadedModel, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_with_medusa_heads_is_its_own_target(
+    target: LoadedModel, tmp_path: Path
+) -> None:
     """Medusa-2: the heads are in the model's files, and fit no other model."""
     folder = Path(shutil.copytree(target.folder, tmp_path / "model"))
     heads = LAYOUTS["medusa-v1.0"](sizes_of(target.folder))[1]
     save_file({**load_file(folder / "model.safetensors"), **heads}, folder / "model.safetensors")
-    with pytest.raises(SpecgenError, match=f"trained with the model in the same files. Take that as the target: -t {folder}"):
+    with pytest.raises(
+        SpecgenError,
+        match=f"trained with the model in the same files. Take that as the target: -t {folder}",
+    ):
         load(folder, target)
     assert len(load(folder, opened(folder)).blocks) == 3
 
@@ -156,20 +271,28 @@ def test_a_fine_tuned_model_with_medusa_heads_is_its_own_target(target: LoadedMo
     ],
 )
 def test_the_two_conventions_of_feature_layers(
-    target: LoadedModel, tmp_path: Path, layout: str, ids: list[int] | None, expected: tuple[int, ...]
+    target: LoadedModel,
+    tmp_path: Path,
+    layout: str,
+    ids: list[int] | None,
+    expected: tuple[int, ...],
 ) -> None:
-    folder, said = write_head(tmp_path, layout, target.folder), {FEATURE_LAYERS: ids}
+    folder = write_head(tmp_path, layout, target.folder)
+    said = {FEATURE_LAYERS: ids}
     change_head(folder, **(said if layout == "eagle3-speculators" else {"eagle_config": said}))
     assert load(folder, target).feature_layers == expected
 
 
 def test_what_may_be_missing(target: LoadedModel, tmp_path: Path) -> None:
-    """Maps of a whole vocabulary; a LM head that is tied to the embedding; copies of the target's tables."""
+    """Maps of a whole vocabulary; a LM head that is tied to the embedding; copies of the target's
+    tables."""
     folder = write_head(tmp_path / "eagle", "eagle3", target.folder, draft_vocab=VOCAB)
     assert load(folder, target).vocabulary is None  # the maps are identities
     assert load(change_head(folder, without("d2t", "t2d")), target).vocabulary is None
     folder = write_head(tmp_path / "glide", "glide", target.folder)
-    tied = load(change_head(folder, without("lm_head.weight"), tie_word_embeddings=True), target).tensors
+    tied = load(
+        change_head(folder, without("lm_head.weight"), tie_word_embeddings=True), target
+    ).tensors
     assert tied["lm_head.weight"] is tied["embed_tokens.weight"]
     own = load_file(target.folder / "model.safetensors")["model.embed_tokens.weight"]
     shared = load(change_head(folder, put(model__embed_tokens__weight=own)), target).tensors
@@ -177,11 +300,15 @@ def test_what_may_be_missing(target: LoadedModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_neox"])
-def test_a_copy_of_the_targets_embedding_is_left_out(models_folder: Path, tmp_path: Path, family: str) -> None:
+def test_a_copy_of_the_targets_embedding_is_left_out(
+    models_folder: Path, tmp_path: Path, family: str
+) -> None:
     """Whatever the family calls it and scales it with, and also rounded to another dtype."""
     own = opened(save(make_model(family), models_folder / "heads" / family))
     folder = write_head(tmp_path, "eagle1", own.folder)
-    change_head(folder, lambda raw: raw.update({name: tensor.bfloat16() for name, tensor in raw.items()}))
+    change_head(
+        folder, lambda raw: raw.update({name: tensor.bfloat16() for name, tensor in raw.items()})
+    )
     assert "embed_tokens.weight" not in load(folder, own).tensors
 
 
@@ -190,33 +317,67 @@ def test_a_copy_of_the_targets_embedding_is_left_out(models_folder: Path, tmp_pa
 WRITTEN = {
     "medusa-v2": ["version", "medusa_num_heads"],
     "medusa-v0.1": ["medusa_num_layers"],
-    "eagle3": ["architectures", "draft_vocab_size", "vocab_size", "num_key_value_heads", "eagle_config"],
-    "block-deepspec": ["architectures", "block_size", "mask_token_id", "target_layer_ids", "markov_rank"],
-    "glide": ["model_type", "block_size", "large_hidden_size", "large_head_dim", "large_num_attention_heads"],
+    "eagle3": [
+        "architectures",
+        "draft_vocab_size",
+        "vocab_size",
+        "num_key_value_heads",
+        "eagle_config",
+    ],
+    "block-deepspec": [
+        "architectures",
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "markov_rank",
+    ],
+    "glide": [
+        "model_type",
+        "block_size",
+        "large_hidden_size",
+        "large_head_dim",
+        "large_num_attention_heads",
+    ],
 }
 
 
 @pytest.mark.parametrize("layout", WRITTEN)
-def test_what_is_written_has_a_published_layout_and_is_read_back(target: LoadedModel, tmp_path: Path, layout: str) -> None:
-    """The names, shapes and settings are those of the layout as the tests describe it. Weights are rounded to bfloat16."""
-    sizes = {"tables": layout not in ("glide", "block-deepspec")}  # those that are trained have the target's
+def test_what_is_written_has_a_published_layout_and_is_read_back(
+    target: LoadedModel, tmp_path: Path, layout: str
+) -> None:
+    """The names, shapes and settings are those of the layout as the tests describe it. Weights are
+    rounded to bfloat16."""
+    # those that are trained have the target's
+    sizes = {"tables": layout not in ("glide", "block-deepspec")}
     config, raw = LAYOUTS[layout](sizes_of(target.folder, **sizes))
     weights = load(write_head(tmp_path / "published", layout, target.folder, **sizes), target)
     if isinstance(weights, MedusaWeights):
-        weights, config["medusa_num_heads"] = replace(weights, rank_accuracies=[[0.5, 0.25], [0.125]]), 3
-    described = describe_head(layout[:6].rstrip("1-3"), target, {"agreement": 0.123456}, {"steps": 7})  # type: ignore[arg-type]
+        weights = replace(weights, rank_accuracies=[[0.5, 0.25], [0.125]])
+        config["medusa_num_heads"] = 3
+    described = describe_head(
+        layout[:6].rstrip("1-3"), target, {"agreement": 0.123456}, {"steps": 7}
+    )  # type: ignore[arg-type]
     path = save_head(tmp_path / "saved", weights, described)
-    written, made = load_file(path), json.loads((path.parent / "config.json").read_text())
-    assert {name: each.shape for name, each in raw.items()} == {name: each.shape for name, each in written.items()}
+    written = load_file(path)
+    made = json.loads((path.parent / "config.json").read_text())
+    assert {name: each.shape for name, each in raw.items()} == {
+        name: each.shape for name, each in written.items()
+    }
     assert all(torch.equal(written[name], raw[name]) for name in ("d2t", "t2d") if name in raw)
     if layout == "eagle3":  # ours are named by the layers' inputs
         config["eagle_config"][FEATURE_LAYERS] = sizes_of(target.folder).features
-    assert {name: made[name] for name in WRITTEN[layout]} == {name: config[name] for name in WRITTEN[layout]}
+    assert {name: made[name] for name in WRITTEN[layout]} == {
+        name: config[name] for name in WRITTEN[layout]
+    }
     part = open_part(tmp_path / "saved", target, is_exit=False)
     found = part.load()
     assert equal(named(found), {name: each.bfloat16() for name, each in named(weights).items()})
-    others = [each.name for each in fields(weights) if each.name not in ("blocks", "lm_heads", "tensors")]
-    assert repr([getattr(found, name) for name in others]) == repr([getattr(weights, name) for name in others])
+    others = [
+        each.name for each in fields(weights) if each.name not in ("blocks", "lm_heads", "tensors")
+    ]
+    assert repr([getattr(found, name) for name in others]) == repr(
+        [getattr(weights, name) for name in others]
+    )
     assert isinstance(part.description, HeadDescription)
     assert part.description.figures == {"agreement": 0.1235}
     assert part.description.weights == part.digest == weights_fingerprint(path.parent)
@@ -231,56 +392,147 @@ def test_what_is_written_has_a_published_layout_and_is_read_back(target: LoadedM
 
 def put(**tensors: torch.Tensor) -> Callable[[Tensors], None]:
     """Replaces tensors; `__` in a name is a dot."""
-    return lambda raw: raw.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
+    return lambda raw: raw.update(
+        {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    )
 
 
 def without(*names: str) -> Callable[[Tensors], Any]:
     return lambda raw: [raw.pop(name) for name in names]
 
 
-ONES, NAN = torch.ones(WIDTH), torch.full((40, WIDTH), float("nan"))
-UP, CROSS = "layers.0.mlp.up_proj.weight", "model.layers.0.cross_attn.q_proj.weight"
+ONES = torch.ones(WIDTH)
+NAN = torch.full((40, WIDTH), float("nan"))
+UP = "layers.0.mlp.up_proj.weight"
+CROSS = "model.layers.0.cross_attn.q_proj.weight"
 OTHERS = put(**{f"{head}.1.weight": torch.ones(99, WIDTH) for head in range(3)})
 EVIL = put(**{"\x1b]0;evil\x07\n\u202e": ONES})
 GEMMA = {"num_attention_heads": 4, "model_type": "gemma2"}
 MISTAKES: list[tuple[str, Callable[[Tensors], Any], Config, str]] = [
     ("eagle1", without(UP), {}, f"lacks 1 of its tensors (the first: {UP})"),
-    ("eagle1", put(layers__0__mlp__down_proj__weight=torch.ones(WIDTH, 41)), {}, "down_proj.weight is 32 x 41 in its file, but"),
+    (
+        "eagle1",
+        put(layers__0__mlp__down_proj__weight=torch.ones(WIDTH, 41)),
+        {},
+        "down_proj.weight is 32 x 41 in its file, but",
+    ),
     ("eagle1", EVIL, {}, "does not have (the first: ␛]0;evil␇↵�)"),
     ("eagle1", put(**{UP: NAN}), {}, f"{UP} holds NaN or infinities"),
-    ("eagle1", put(fc__weight=torch.ones(WIDTH, 2 * WIDTH, dtype=torch.int8)), {}, "fc.weight is stored as int8"),
-    ("eagle1", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
-    ("eagle1", put(), {"num_attention_heads": 5}, "num_key_value_heads = 2 in its config.json is not supported"),
-    ("eagle3", put(fc__weight=torch.ones(WIDTH, 3 * 48)), {}, "fc.weight is for three features of 48, "),
+    (
+        "eagle1",
+        put(fc__weight=torch.ones(WIDTH, 2 * WIDTH, dtype=torch.int8)),
+        {},
+        "fc.weight is stored as int8",
+    ),
+    (
+        "eagle1",
+        put(fc__weight=torch.ones(48, 96)),
+        {},
+        "for another target: fc.weight is for a hidden size of 48, ",
+    ),
+    (
+        "eagle1",
+        put(),
+        {"num_attention_heads": 5},
+        "num_key_value_heads = 2 in its config.json is not supported",
+    ),
+    (
+        "eagle3",
+        put(fc__weight=torch.ones(WIDTH, 3 * 48)),
+        {},
+        "fc.weight is for three features of 48, ",
+    ),
     ("eagle3", put(d2t=torch.arange(20, 0, -1)), {}, "d2t does not map its ids to rising ids"),
-    ("eagle3", put(d2t=torch.zeros(20, dtype=torch.int64)), {}, "t2d and d2t contradict each other"),
-    ("eagle3", put(layers__1__mlp__x=ONES), {}, "num_hidden_layers = 2 in its config.json is not supported"),
+    (
+        "eagle3",
+        put(d2t=torch.zeros(20, dtype=torch.int64)),
+        {},
+        "t2d and d2t contradict each other",
+    ),
+    (
+        "eagle3",
+        put(layers__1__mlp__x=ONES),
+        {},
+        "num_hidden_layers = 2 in its config.json is not supported",
+    ),
     ("eagle3", put(), {"eagle_config": {FEATURE_LAYERS: [1, 3, 7]}}, "do not fit "),
-    ("eagle3.1-speculators", without("input_norm.weight"), {}, "lacks 1 of its tensors (the first: input_norm.weight)"),
-    ("eagle3.1", put(), {"use_sliding_window": True}, "use_sliding_window = True in its config.json is not supported"),
-    ("eagle3.1", put(input_norm__weight=torch.ones(3 * WIDTH)), {}, "norms of each feature and one of all"),
+    (
+        "eagle3.1-speculators",
+        without("input_norm.weight"),
+        {},
+        "lacks 1 of its tensors (the first: input_norm.weight)",
+    ),
+    (
+        "eagle3.1",
+        put(),
+        {"use_sliding_window": True},
+        "use_sliding_window = True in its config.json is not supported",
+    ),
+    (
+        "eagle3.1",
+        put(input_norm__weight=torch.ones(3 * WIDTH)),
+        {},
+        "norms of each feature and one of all",
+    ),
     ("eagle3-speculators", put(), {"transformer_layer_config": GEMMA}, "model_type = 'gemma2'"),
     ("glide", put(), {"use_remap": True}, "use_remap = True in its config.json is not supported"),
     ("glide", put(**{CROSS: torch.ones(48, WIDTH)}), {}, "attention of a width of 48, "),
-    ("glide", without(CROSS), {}, "it is of no kind that specgen knows (its first tensor: model.embed_tokens.weight)"),
-    ("block-zlab", put(), {"causal_window": 3}, "causal_window = 3 in its config.json is not supported"),
-    ("block-zlab", put(), {"dflash_config": {"mask_token_id": 2, "blur": 1}}, "blur = 1 in its config.json is not supported"),
+    (
+        "glide",
+        without(CROSS),
+        {},
+        "it is of no kind that specgen knows (its first tensor: model.embed_tokens.weight)",
+    ),
+    (
+        "block-zlab",
+        put(),
+        {"causal_window": 3},
+        "causal_window = 3 in its config.json is not supported",
+    ),
+    (
+        "block-zlab",
+        put(),
+        {"dflash_config": {"mask_token_id": 2, "blur": 1}},
+        "blur = 1 in its config.json is not supported",
+    ),
     ("block-zlab", put(), {"use_swa": True}, "use_swa = True in its config.json is not supported"),
     ("block-zlab", put(mask_embedding=ONES), {}, "does not have (the first: mask_embedding)"),
-    ("block-zlab", put(fc__weight=torch.ones(48, 96)), {}, "for another target: fc.weight is for a hidden size of 48, "),
-    ("block-deepspec", put(), {"markov_head_type": "gated"}, "markov_head_type = 'gated' in its config.json is not supported"),
+    (
+        "block-zlab",
+        put(fc__weight=torch.ones(48, 96)),
+        {},
+        "for another target: fc.weight is for a hidden size of 48, ",
+    ),
+    (
+        "block-deepspec",
+        put(),
+        {"markov_head_type": "gated"},
+        "markov_head_type = 'gated' in its config.json is not supported",
+    ),
     ("block-deepspec", put(), {"model_type": "gemma4_text"}, "model_type = 'gemma4_text'"),
     ("block-deepspec", put(), {"target_layer_ids": [1, 9]}, "target_layer_ids = [1, 9]"),
     ("block-deepspec", put(), {"mask_token_id": 999}, "mask_token_id = 999"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
     ("medusa-v0.1", OTHERS, {}, "0.1.weight is for a vocabulary of 99, "),
-    ("medusa-vllm", put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}), {}, "does not hold different ids of tokens"),
+    (
+        "medusa-vllm",
+        put(**{"medusa_heads.token_map": torch.tensor([1] * 20)}),
+        {},
+        "does not hold different ids of tokens",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("layout", "tensors", "config", "message"), MISTAKES, ids=[row[3][:60] for row in MISTAKES])
+@pytest.mark.parametrize(
+    ("layout", "tensors", "config", "message"), MISTAKES, ids=[row[3][:60] for row in MISTAKES]
+)
 def test_a_mistake_is_named_in_one_line(
-    target: LoadedModel, tmp_path: Path, layout: str, tensors: Callable[[Tensors], Any], config: Config, message: str
+    target: LoadedModel,
+    tmp_path: Path,
+    layout: str,
+    tensors: Callable[[Tensors], Any],
+    config: Config,
+    message: str,
 ) -> None:
     folder = change_head(write_head(tmp_path, layout, target.folder), tensors, **config)
     assert message in refusal(folder, target)
@@ -288,7 +540,8 @@ def test_a_mistake_is_named_in_one_line(
 
 def test_damaged_files_are_refused(target: LoadedModel, tmp_path: Path) -> None:
     folder = write_head(tmp_path / "head", "eagle1", target.folder)
-    config, weights = folder / "config.json", folder / "model.safetensors"
+    config = folder / "config.json"
+    weights = folder / "model.safetensors"
     for text in ("{", "[]", '{"num_hidden_layers": ' + "9" * 5000 + "}"):
         config.write_text(text)
         refusal(folder, target)
@@ -308,11 +561,14 @@ VALUES = (None, 0, -1, 1, 7, 1 << 40, 1.5, True, "x", [], [1], ["x"], {}, {"a": 
 def test_random_damages_of_block_heads_are_refused_in_one_line_or_change_nothing_that_is_read(
     target: LoadedModel, tmp_path: Path, layout: str
 ) -> None:
-    """75 damages of each layout: fields of config.json with other values, tensors that are missing or have other shapes."""
-    rng, messages = random.Random(layout), list[str]()
+    """75 damages of each layout: fields of config.json with other values, tensors that are missing
+    or have other shapes."""
+    rng = random.Random(layout)
+    messages = list[str]()
     config, tensors = LAYOUTS[layout](sizes_of(target.folder))
     for number in range(75):
-        made, kept = deepcopy(config), dict(tensors)
+        made = deepcopy(config)
+        kept = dict(tensors)
         parts = [made, *(part for part in made.values() if isinstance(part, dict))]
         part = rng.choice(parts)
         name = rng.choice(sorted(kept))
@@ -320,14 +576,21 @@ def test_random_damages_of_block_heads_are_refused_in_one_line_or_change_nothing
             del kept[name]
         elif number % 3 == 1:
             kept[name] = rng.choice(
-                (kept[name][:-1], kept[name][None], kept[name].to(torch.int8), kept[name].float() * NAN[0, 0])
+                (
+                    kept[name][:-1],
+                    kept[name][None],
+                    kept[name].to(torch.int8),
+                    kept[name].float() * NAN[0, 0],
+                )
             )
         else:
             part[rng.choice(sorted(part))] = rng.choice(VALUES)
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(made))
-        save_file({key: each.contiguous() for key, each in kept.items()}, folder / "model.safetensors")
+        save_file(
+            {key: each.contiguous() for key, each in kept.items()}, folder / "model.safetensors"
+        )
         try:
             load(folder, target)
         except SpecgenError as error:
@@ -344,7 +607,8 @@ def test_a_pickle_is_not_read_and_the_command_in_the_message_converts_it(
     expected = load(folder, target).tensors
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    tensors["fc.weight"] = tensors["fc.weight"].t().contiguous().t()  # not contiguous, as weights may be saved
+    # not contiguous, as weights may be saved
+    tensors["fc.weight"] = tensors["fc.weight"].t().contiguous().t()
     torch.save(tensors, folder / name)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", lambda *_, **__: pytest.fail("read a pickle"))

@@ -1,4 +1,5 @@
-"""A published model: every method gives the ids of transformers' own `generate`, and each command works on it.
+"""A published model: every method gives the ids of transformers' own `generate`, and each command
+works on it.
 
 Skipped where the model is not installed; see `published_model`.
 """
@@ -32,15 +33,25 @@ RunMain = Callable[..., tuple[int, str, str]]
 
 COUNT = 12  # new tokens
 QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
-COPYING: list[Message] = [{"role": "user", "content": "Repeat this twice: the quick brown fox jumps over the lazy dog."}]
+COPYING: list[Message] = [
+    {"role": "user", "content": "Repeat this twice: the quick brown fox jumps over the lazy dog."}
+]
 EXIT_DEPTH = 3  # the layer after which the untrained exit drafts
 HEADS = {"medusa": "medusa-v2", "eagle": "eagle1", "glide": "glide", "block": "block-zlab"}
-NO_HEAD = {"mtp"}  # the model has no layers of its own for it, see `test_mtp.py` for models that have
+# the model has no layers of its own for it, see `test_mtp.py` for models that have
+NO_HEAD = {"mtp"}
 DRAFTS = ("layers", "bundled", "none")
 
 # Settings that spare a search, and further forms of a method.
 SETTINGS = {"selfsd": ("skip=8+15+20",), "pearl": ("window=4",)}
-MORE = ("sd:k=8", "sd:width=2:depth=3", "sd:policy=svip", "lookup:k=10", "suffix:k=6", "svip:threshold=0.9")
+MORE = (
+    "sd:k=8",
+    "sd:width=2:depth=3",
+    "sd:policy=svip",
+    "lookup:k=10",
+    "suffix:k=6",
+    "svip:threshold=0.9",
+)
 LOSSLESS = [name for name, method in methods.METHODS.items() if method.lossless] + list(MORE)
 LOSSY = [name for name, method in methods.METHODS.items() if not method.lossless]
 
@@ -76,7 +87,8 @@ def expected(text: str) -> list[int]:
 
 @cache
 def pair_with(draft: str) -> Pair:
-    """The model in float32 with its first layers as draft, with the bundled draft (other tokens), or without a draft."""
+    """The model in float32 with its first layers as draft, with the bundled draft (other tokens),
+    or without a draft."""
     drafts = {"layers": str(draft_folder()), "bundled": str(demo.folder("draft")), "none": None}
     pair = specgen.load(str(target_folder()), drafts[draft], device="cpu", dtype="float32")
     draft_here(pair)  # PEARL's draft in this process
@@ -116,7 +128,9 @@ CASES = [(written, draft) for written in LOSSLESS for draft in drafts_of(written
 
 
 @pytest.mark.parametrize(("written", "draft"), CASES)
-def test_lossless_methods_give_the_ids_of_transformers(written: str, draft: str, heads: Callable[[str], Path]) -> None:
+def test_lossless_methods_give_the_ids_of_transformers(
+    written: str, draft: str, heads: Callable[[str], Path]
+) -> None:
     name = written.split(":")[0]
     if name in NO_HEAD:
         with pytest.raises(specgen.SpecgenError, match="mtp"):
@@ -135,7 +149,8 @@ def test_lossy_methods_run(name: str) -> None:
 
 
 def test_a_trace_of_rejections(tmp_path: Path) -> None:
-    """The draft of six layers is nearly always rejected, so the committed tokens are the target's."""
+    """The draft of six layers is nearly always rejected, so the committed tokens are the
+    target's."""
     result = pair_with("layers").generate(prompt_of(COPYING), "sd", max_new_tokens=COUNT)
     assert result.summary["drafted"] > result.summary["accepted"]
     assert result.summary["acceptance_rate"] < 0.5
@@ -210,7 +225,9 @@ def test_compare_finds_the_same_output(invoke: RunMain) -> None:
     assert all(line["identical"] + line["tied"] == 2 for line in lines)
 
 
-def test_tune_saves_a_profile_that_generate_uses(invoke: RunMain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_saves_a_profile_that_generate_uses(
+    invoke: RunMain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path / "data"))
     arguments = command("tune", "--draft", "none", "--budget", "10", "--json")
     code, out, _ = invoke(*arguments)

@@ -1,4 +1,5 @@
-"""Checkpoints with quantised weights: what is said before they are loaded, and that they decode as plain decoding does."""
+"""Checkpoints with quantised weights: what is said before they are loaded, and that they decode as
+plain decoding does."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def plain_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(
+    plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The same in torchao's int8 format, of the weights alone."""
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig
@@ -59,14 +62,18 @@ def folders(plain_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     config = TorchAoConfig(Int8WeightOnlyConfig())
     saved = {}
     for role, plain in plain_folders.items():
-        model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            plain, quantization_config=config, dtype=torch.float32
+        )
         saved[role] = Path(save(model, folder / role, make_tokenizer(LETTERS)))
     return saved
 
 
 @pytest.fixture(scope="module")
 def int8(folders: dict[str, Path]) -> Iterator[Pair]:
-    with specgen.load(str(folders["target"]), str(folders["draft"]), device="cpu", dtype="float32") as pair:
+    with specgen.load(
+        str(folders["target"]), str(folders["draft"]), device="cpu", dtype="float32"
+    ) as pair:
         draft_here(pair)  # PEARL's drafts in this process
         yield pair
 
@@ -75,11 +82,19 @@ def target_of(folder: Path, **changes: Any) -> PreparedModel:
     return prepare(ModelSource(str(folder), **changes), lambda _: None)
 
 
-def test_the_native_backend_and_exact_refuse_it(plain_folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_native_backend_and_exact_refuse_it(
+    plain_folders: dict[str, Path], tmp_path: Path
+) -> None:
     folder = edited(plain_folders["target"], tmp_path / "model", TORCHAO)
-    with pytest.raises(SpecgenError, match=r"^the native backend does not run .*: its weights are quantised with torchao"):
+    with pytest.raises(
+        SpecgenError,
+        match=r"^the native backend does not run .*: its weights are quantised with torchao",
+    ):
         target_of(folder, backend="native")
-    with pytest.raises(SpecgenError, match=r"^--exact needs the native backend, .*: its weights are quantised with torchao"):
+    with pytest.raises(
+        SpecgenError,
+        match=r"^--exact needs the native backend, .*: its weights are quantised with torchao",
+    ):
         target_of(folder, exact=True)
 
 
@@ -99,20 +114,34 @@ def expected(pair: Pair) -> list[int]:
     module: Any = pair.target.model.module  # type: ignore[attr-defined]
     with torch.no_grad():
         made = module.generate(
-            torch.tensor([PROMPT]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False, pad_token_id=0
+            torch.tensor([PROMPT]),
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            pad_token_id=0,
         )
     ids: list[int] = made[0, len(PROMPT) :].tolist()
     return ids
 
 
-def test_the_weights_stay_quantised(int8: Pair, folders: dict[str, Path], plain_folders: dict[str, Path]) -> None:
-    """The parameters are those of the model before, though its file is packed, and the bytes are those of the file."""
+def test_the_weights_stay_quantised(
+    int8: Pair, folders: dict[str, Path], plain_folders: dict[str, Path]
+) -> None:
+    """The parameters are those of the model before, though its file is packed, and the bytes are
+    those of the file."""
     module: Any = int8.target.model.module  # type: ignore[attr-defined]
     assert type(module.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
     prepared = target_of(folders["target"])
-    assert choose_dtype("auto", prepared, CPU).reason == "the dtype of its weights that are not quantised"
-    found = json.loads(invoke(["inspect", "-t", str(folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
-    before = json.loads(invoke(["inspect", "-t", str(plain_folders["target"]), "--device", "cpu", "--json"]).stdout)["target"]
+    assert (
+        choose_dtype("auto", prepared, CPU).reason
+        == "the dtype of its weights that are not quantised"
+    )
+    found = json.loads(
+        invoke(["inspect", "-t", str(folders["target"]), "--device", "cpu", "--json"]).stdout
+    )["target"]
+    before = json.loads(
+        invoke(["inspect", "-t", str(plain_folders["target"]), "--device", "cpu", "--json"]).stdout
+    )["target"]
     assert found["parameters"] == before["parameters"]
     in_file = (folders["target"] / "model.safetensors").stat().st_size
     with (folders["target"] / "model.safetensors").open("rb") as file:
@@ -125,20 +154,40 @@ def test_an_exit_layer_is_trained_for_it_and_a_quantised_draft_is_not_trained(
     int8: Pair, folders: dict[str, Path], corpus: Path, tmp_path: Path
 ) -> None:
     named = ["-t", str(folders["target"])]
-    result = invoke([*train_command("eesd", corpus, tmp_path, "--steps", "1", "--self-text", "0"), *named])
+    result = invoke(
+        [*train_command("eesd", corpus, tmp_path, "--steps", "1", "--self-text", "0"), *named]
+    )
     assert result.exit_code == 0, result.stderr
-    with specgen.load(str(folders["target"]), device="cpu", dtype="float32", exit_layer=tmp_path) as pair:
+    with specgen.load(
+        str(folders["target"]), device="cpu", dtype="float32", exit_layer=tmp_path
+    ) as pair:
         made = pair.generate(PROMPT, "eesd", SamplingParams(max_new_tokens=COUNT, ignore_eos=True))
     assert made.token_ids == expected(int8)
-    message = refused([*train_command("sd", corpus, tmp_path, "--steps", "1"), *named, "-d", str(folders["draft"])])
+    message = refused(
+        [
+            *train_command("sd", corpus, tmp_path, "--steps", "1"),
+            *named,
+            "-d",
+            str(folders["draft"]),
+        ]
+    )
     assert "cannot be trained: its weights are quantised with torchao" in message
 
 
 def block_fp8(folder: Path, out: Path, block: int = 16) -> Path:
-    """A copy of a model in DeepSeek's FP8 format: `block` times `block` numbers share a scale, the rest bfloat16."""
+    """A copy of a model in DeepSeek's FP8 format: `block` times `block` numbers share a scale, the
+    rest bfloat16."""
     from safetensors.torch import load_file, save_file
 
-    edited(folder, out, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]})
+    edited(
+        folder,
+        out,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [block, block],
+        },
+    )
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     tensors = {}
@@ -163,6 +212,11 @@ def test_fp8_is_dequantised_on_a_cpu(plain_folders: dict[str, Path], tmp_path: P
     model = load_model(prepared, CPU, torch.float32, lambda _: None).model
     assert planned.weights == 4 * sum(prepared.parameters.values())
     assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}  # type: ignore[attr-defined]
-    reference = load_model(target_of(plain_folders["target"], backend="transformers"), CPU, torch.float32, lambda _: None).model
+    reference = load_model(
+        target_of(plain_folders["target"], backend="transformers"),
+        CPU,
+        torch.float32,
+        lambda _: None,
+    ).model
     ours, own = (each.reference_logits(PROMPT) for each in (model, reference))
     assert float((ours - own).abs().max()) < 0.2 * float(own.abs().max())

@@ -1,4 +1,5 @@
-"""A target split over two processes (gloo) gives what one process gives, and no process outlives the run."""
+"""A target split over two processes (gloo) gives what one process gives, and no process outlives
+the run."""
 
 from __future__ import annotations
 
@@ -47,7 +48,12 @@ def folders(pair: Pair) -> tuple[str | None, str | None]:
 
 @pytest.mark.parametrize(("family", "method", "settings", "sampling"), RUNS_AND_SLOW)
 def test_two_processes_give_one_process_output(
-    ranks: RankPair, pair_of: Callable[..., Pair], family: str, method: str, settings: Any, sampling: SamplingParams
+    ranks: RankPair,
+    pair_of: Callable[..., Pair],
+    family: str,
+    method: str,
+    settings: Any,
+    sampling: SamplingParams,
 ) -> None:
     pair = pair_of(family, "near")
     expected = pair.generate(PROMPT, method, sampling, **settings).token_ids
@@ -58,18 +64,28 @@ def test_two_processes_give_one_process_output(
 
 
 @pytest.mark.parametrize(
-    "method", ["eesd-tree", "eagle", *(pytest.param(each, marks=pytest.mark.slow) for each in ("eesd", "medusa"))]
+    "method",
+    [
+        "eesd-tree",
+        "eagle",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("eesd", "medusa")),
+    ],
 )
 def test_trained_parts_work_on_two_processes(ranks: RankPair, demo_pair: Pair, method: str) -> None:
-    """Those of the bundled target: on rank 0 alone, from hidden states, embeddings and an LM head that are shared."""
+    """Those of the bundled target: on rank 0 alone, from hidden states, embeddings and an LM head
+    that are shared."""
     expected = demo_pair.generate(TEXT, method, GREEDY).token_ids
     assert ranks.ask((None, None), "generate", TEXT, method, GREEDY, {}) == expected
 
 
-def test_what_cannot_run_is_refused_and_the_processes_stay_in_step(ranks: RankPair, pair_of: Callable[..., Pair]) -> None:
+def test_what_cannot_run_is_refused_and_the_processes_stay_in_step(
+    ranks: RankPair, pair_of: Callable[..., Pair]
+) -> None:
     with pytest.raises(specgen.SpecgenError, match="glide reads the target's keys"):
         ranks.ask((None, None), "generate", TEXT, "glide", GREEDY, {})
-    with pytest.raises(specgen.SpecgenError, match=r"cannot be split over torchrun's processes.*without torchrun"):
+    with pytest.raises(
+        specgen.SpecgenError, match=r"cannot be split over torchrun's processes.*without torchrun"
+    ):
         ranks.ask(folders(pair_of("gpt2", "near")), "generate", PROMPT, "ar", GREEDY, {})
     assert ranks.ask((None, None), "generate", TEXT, "ar", GREEDY, {})
 
@@ -94,7 +110,8 @@ def running() -> tuple[list[Forked], bytes]:
 
 
 def ended(started: list[Forked]) -> tuple[int, bytes, bytes]:
-    """The exit code and the streams of process 0, once no process runs; process 1 must have written nothing."""
+    """The exit code and the streams of process 0, once no process runs; process 1 must have written
+    nothing."""
     code = started[0].wait(15)
     out, err = started[0].communicate(1)
     assert wait_until(lambda: not is_running(started[1].pid)), "process 1 outlives process 0"
@@ -107,7 +124,9 @@ def test_the_death_of_another_process_is_one_line() -> None:
     started[1].send_signal(signal.SIGKILL)
     code, _, err = ended(started)
     assert (code, err.count(b"\n")) == (1, 1), err
-    assert err.startswith(b"error: the run on 2 processes has ended: another of torchrun's processes has ended")
+    assert err.startswith(
+        b"error: the run on 2 processes has ended: another of torchrun's processes has ended"
+    )
 
 
 def test_ctrl_c_ends_both_processes() -> None:
@@ -130,7 +149,16 @@ def test_bad_input_is_one_line() -> None:
 
 
 def torchrun(*arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "specgen", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "specgen",
+        *arguments,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -153,6 +181,18 @@ def test_torchrun_runs_a_command_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_give_one_gpus_output() -> None:
-    command = ["generate", "-q", "--dtype", "float32", "--device", "cuda", "-n", "24", "def fibonacci(n):"]
-    alone = subprocess.run([sys.executable, "-m", "specgen", *command], stdout=subprocess.PIPE, timeout=120, check=True)
+    command = [
+        "generate",
+        "-q",
+        "--dtype",
+        "float32",
+        "--device",
+        "cuda",
+        "-n",
+        "24",
+        "def fibonacci(n):",
+    ]
+    alone = subprocess.run(
+        [sys.executable, "-m", "specgen", *command], stdout=subprocess.PIPE, timeout=120, check=True
+    )
     assert torchrun(*command).communicate(timeout=120)[0] == alone.stdout

@@ -1,4 +1,5 @@
-"""What the README says: names of methods, options and keys, its example in Python, and its output of `generate --json`."""
+"""What the README says: names of methods, options and keys, its example in Python, and its output
+of `generate --json`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from specgen.tune.export import ENGINES
 from specgen.tune.profile import from_outcome
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}  # vLLM's, torchrun's, and an option of tests/benchmark.py
+# vLLM's, torchrun's, and an option of tests/benchmark.py
+NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}
 
 
 def section(title: str) -> str:
@@ -40,14 +42,23 @@ def keys_after(beginning: str) -> set[str]:
 
 
 def test_the_table_has_every_method_and_says_which_are_lossy() -> None:
-    rows = [line.split(" | ")[0] for line in section("Methods").splitlines() if line.startswith("`") and " | " in line]
+    rows = [
+        line.split(" | ")[0]
+        for line in section("Methods").splitlines()
+        if line.startswith("`") and " | " in line
+    ]
     lossy = {name: "(lossy)" in row for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert lossy == {name: not method.lossless for name, method in METHODS.items()}
     assert f"{len(METHODS) - 1} methods" in README, "plain decoding is not counted"
 
 
 def test_every_option_exists() -> None:
-    known = {name for command in COMMANDS for option in with_options(command).params for name in option.opts}
+    known = {
+        name
+        for command in COMMANDS
+        for option in with_options(command).params
+        for name in option.opts
+    }
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert len(named) > 30
     assert named - NOT_OURS - known <= {"--help"}
@@ -61,15 +72,31 @@ def test_the_native_families_are_named() -> None:
     named = set(
         re.split(
             r", | and ",
-            words[1].replace("Gemma 1 to 3 (text)", "Gemma, Gemma 2, Gemma 3 text").replace("(text)", "text"),
+            words[1]
+            .replace("Gemma 1 to 3 (text)", "Gemma, Gemma 2, Gemma 3 text")
+            .replace("(text)", "text"),
         )
     )
-    assert {re.sub(r"\W", "", name).lower() for name in named} == {family.replace("_", "") for family in FAMILIES}
+    assert {re.sub(r"\W", "", name).lower() for name in named} == {
+        family.replace("_", "") for family in FAMILIES
+    }
 
 
 def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
-    options = ("-m", "sd", "-n", "8", "--limit", "2", "--repeats", "1", "--json", "--record", "distributions")
+    options = (
+        "-m",
+        "sd",
+        "-n",
+        "8",
+        "--limit",
+        "2",
+        "--repeats",
+        "1",
+        "--json",
+        "--record",
+        "distributions",
+    )
     code, out, _ = compare(*options, "--trace", str(trace))
     assert code == 0
     lines = {line["type"]: line for line in parsed(trace.read_text())}
@@ -78,8 +105,13 @@ def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> N
         assert len(named) > 10
         assert named <= set(line), kind
     (own,) = parsed(out)[1:]
-    of_compare, _, of_tune = section("JSON lines").partition("`compare --json`")[2].partition("`tune --json`")
-    for text, line in ((of_compare, own), (of_tune.partition("```")[0], json_line(outcome(), trace))):
+    of_compare, _, of_tune = (
+        section("JSON lines").partition("`compare --json`")[2].partition("`tune --json`")
+    )
+    for text, line in (
+        (of_compare, own),
+        (of_tune.partition("```")[0], json_line(outcome(), trace)),
+    ):
         named = set(re.findall(r"`(\w+)`", text)) - {"method"}
         assert len(named) >= 5
         assert named <= set(line)
@@ -89,14 +121,19 @@ def test_its_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     exec(code, {})
     out = capsys.readouterr().out
-    answer, rate, rounds = re.fullmatch(r"(.*) (0\.\d+)\n((?:\(.*\) \[.*\] (?:\d+|None)\n)+)", out, flags=re.DOTALL).groups()  # type: ignore[union-attr]
+    answer, rate, rounds = re.fullmatch(
+        r"(.*) (0\.\d+)\n((?:\(.*\) \[.*\] (?:\d+|None)\n)+)", out, flags=re.DOTALL
+    ).groups()  # type: ignore[union-attr]
     assert '"""' in answer
     assert 0.3 < float(rate) < 1
     assert len(rounds.splitlines()) > 2
 
 
 def test_profiles_are_for_the_commands_and_for_calls_without_a_method(
-    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    demo_pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     key = profile_place.profile_key_of(demo_pair)
@@ -107,13 +144,18 @@ def test_profiles_are_for_the_commands_and_for_calls_without_a_method(
     assert demo_pair.run(demo_pair.request("abc", "svip")).settings.values["threshold"] == 0.4
     demo_pair._profiles.clear()  # what other tests found
     monkeypatch.setattr(demo_pair, "profile_from", ProfileSource())
-    assert demo_pair.generate("abc", sampling=SamplingParams(max_new_tokens=2)).summary["method"] == "svip"
+    assert (
+        demo_pair.generate("abc", sampling=SamplingParams(max_new_tokens=2)).summary["method"]
+        == "svip"
+    )
     demo_pair._profiles.clear()
 
 
 def test_the_modules_that_it_names_are_there() -> None:
     layout = section("Development")
-    for name in re.findall(r"^    ([\w/]+\.py|\w+/)|; (\w+\.py)|(\w+\.py) makes", layout, flags=re.MULTILINE):
+    for name in re.findall(
+        r"^    ([\w/]+\.py|\w+/)|; (\w+\.py)|(\w+\.py) makes", layout, flags=re.MULTILINE
+    ):
         path = Path(specgen.__file__).parent / next(filter(None, name))
         assert path.exists(), path
     for name in set(re.findall(r"python (tests/\w+\.py)", README)):

@@ -1,4 +1,5 @@
-"""`--record distributions`: the overlap of both models' distributions at each token that a model drafted."""
+"""`--record distributions`: the overlap of both models' distributions at each token that a model
+drafted."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from runner_checks import every
 from specgen import Pair, SamplingParams, load
 from specgen.pair.records import round_line
 
-METHODS = ("svip", "sd:width=3", "pearl:window=3", "mtad:beams=3", "bild:fallback=0.1", "spectr:drafts=3", "specinfer:drafts=3")
+METHODS = (
+    "svip",
+    "sd:width=3",
+    "pearl:window=3",
+    "mtad:beams=3",
+    "bild:fallback=0.1",
+    "spectr:drafts=3",
+    "specinfer:drafts=3",
+)
 PROMPT = [5, 9, 7, 3]
 
 
@@ -29,7 +38,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @cache  # most methods reach the same texts
 def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Overlap and KL of both models after these tokens, and the draft's entropy and largest probability.
+    """Overlap and KL of both models after these tokens, and the draft's entropy and largest
+    probability.
 
     By forward passes without a cache and without penalties.
     """
@@ -37,16 +47,30 @@ def agreement(pair: Pair, ids: tuple[int, ...]) -> tuple[float, float, float, fl
     with torch.no_grad():
         rows = [model.model.reference_logits(ids)[-1] for model in (pair.target, pair.draft)]
     p, q = (row[:VOCAB].double().softmax(-1) for row in rows)
-    return tuple(map(float, (torch.minimum(p, q).sum(), (q * (q.log() - p.log())).sum(), -(q * q.log()).sum(), q.max())))
+    return tuple(
+        map(
+            float,
+            (
+                torch.minimum(p, q).sum(),
+                (q * (q.log() - p.log())).sum(),
+                -(q * q.log()).sum(),
+                q.max(),
+            ),
+        )
+    )
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("written", every(2, METHODS))
-def test_every_method_with_distributions_records_how_far_they_agree(pair: Pair, written: str, temperature: float) -> None:
+def test_every_method_with_distributions_records_how_far_they_agree(
+    pair: Pair, written: str, temperature: float
+) -> None:
     name, *settings = written.split(":")
     sampling = SamplingParams(max_new_tokens=14, temperature=temperature, seed=3, ignore_eos=True)
     given = dict(setting.split("=") for setting in settings)
-    committed, judged, drafted = list(PROMPT), 0, 0
+    committed = list(PROMPT)
+    judged = 0
+    drafted = 0
     for round_ in pair.rounds(PROMPT, name, sampling, record=True, **given):
         line = round_line(round_, str, record=True)
         tokens = line["draft_ids"]
@@ -55,7 +79,8 @@ def test_every_method_with_distributions_records_how_far_they_agree(pair: Pair, 
         for node, overlap in enumerate(line["overlap"]):
             if overlap is None:
                 continue
-            path, parent = [], line["parents"][node]
+            path = []
+            parent = line["parents"][node]
             while parent >= 0:
                 path.insert(0, tokens[parent])
                 parent = line["parents"][parent]

@@ -1,4 +1,5 @@
-"""A new policy, drafter or method needs one entry in its registry: everything else finds it there."""
+"""A new policy, drafter or method needs one entry in its registry: everything else finds it
+there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Margin(LengthPolicy):
     name = "margin"
     source = "a test"
     signals = frozenset({"margin"})
-    settings: ClassVar = {"threshold": Setting(0.2, "stop where the margin is below this", 0, 1, tuned=(0.1, 0.2))}
+    settings: ClassVar = {
+        "threshold": Setting(0.2, "stop where the margin is below this", 0, 1, tuned=(0.1, 0.2))
+    }
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -35,8 +38,14 @@ class Margin(LengthPolicy):
         return token["margin"] >= self.threshold
 
 
-def decode(method: Method, settings: dict[str, object], draft: TableRunner | None) -> tuple[list[int], set[str | None]]:
-    rounds = list(scripted_run(method, settings, TableRunner(1), draft, SamplingParams(max_new_tokens=12)).rounds())
+def decode(
+    method: Method, settings: dict[str, object], draft: TableRunner | None
+) -> tuple[list[int], set[str | None]]:
+    rounds = list(
+        scripted_run(
+            method, settings, TableRunner(1), draft, SamplingParams(max_new_tokens=12)
+        ).rounds()
+    )
     return ids_of(rounds), {round_.draft.stop_reason for round_ in rounds}
 
 
@@ -51,7 +60,10 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
     tokens, reasons = decode(sd, {"policy": "margin", "threshold": "0.9"}, TableRunner(2))
     assert tokens == decode(methods.find("ar"), {}, None)[0]
     assert "small margin" in reasons
-    with pytest.raises(SpecgenError, match="lookup cannot use the policy 'margin': its drafter does not compute margin"):
+    with pytest.raises(
+        SpecgenError,
+        match="lookup cannot use the policy 'margin': its drafter does not compute margin",
+    ):
         methods.resolve(methods.find("lookup"), {"policy": "margin"})
     listed = CliRunner().invoke(app, ["inspect", "--methods"]).output
     assert "margin" in listed
@@ -61,12 +73,17 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])
 def test_a_k_without_a_policy_means_drafts_of_fixed_length(name: str) -> None:
-    """Where the method's own policy is `adaptive`: profiles and commands written when `lookup`'s was `fixed` stay valid."""
+    """Where the method's own policy is `adaptive`: profiles and commands written when `lookup`'s
+    was `fixed` stay valid."""
     method = methods.find(name)
     own = {setting: each.default for setting, each in method.settings.items()}
     assert methods.resolve(method, {"k": "4", **own}) == Settings("fixed", {**own, "k": 4})
     assert methods.resolve(method, {"policy": "heuristic", "k": 4}).policy == "heuristic"
-    assert methods.resolve(method, own).policy == methods.resolve(method, {"policy": "adaptive"}).policy == "adaptive"
+    assert (
+        methods.resolve(method, own).policy
+        == methods.resolve(method, {"policy": "adaptive"}).policy
+        == "adaptive"
+    )
     tokens = decode(methods.find("ar"), {}, None)[0]
     both: list[dict[str, object]] = [{}, {"k": 4}]
     assert [decode(method, given, None)[0] for given in both] == [tokens] * 2

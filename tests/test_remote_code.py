@@ -1,4 +1,5 @@
-"""Models that bring Python code: refused by default, without running any of it, and run where the user says so."""
+"""Models that bring Python code: refused by default, without running any of it, and run where the
+user says so."""
 
 from __future__ import annotations
 
@@ -25,14 +26,20 @@ MAP = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.Own
 
 @pytest.fixture
 def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """The folder of a model with code of its own, and the file that this code writes when it is imported."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    """The folder of a model with code of its own, and the file that this code writes when it is
+    imported."""
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    folder, marker = tmp_path / "model", tmp_path / "was-run"
+    folder = tmp_path / "model"
+    marker = tmp_path / "was-run"
     save(make_model("llama"), folder)
     (folder / "own_code.py").write_text(CODE.format(marker=str(marker)))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own-kind", "auto_map": MAP}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "own-kind", "auto_map": MAP})
+    )
     yield folder, marker
     assert not (folder / "__pycache__").exists()
 
@@ -43,7 +50,10 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     ids=" ".join,
 )
 def test_a_model_with_code_is_refused_and_its_code_is_not_run(
-    with_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: tuple[str, ...]
+    with_code: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
 ) -> None:
     folder, marker = with_code
     code, out, err = run_main(monkeypatch, capfd, *command, "-t", str(folder), "--device", "cpu")
@@ -57,7 +67,17 @@ def test_code_is_run_where_the_user_trusts_it(
     with_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder, marker = with_code
-    options = ("--device", "cpu", "--dtype", "float32", "--json", "-n", "8", "-q", "--trust-remote-code")
+    options = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--json",
+        "-n",
+        "8",
+        "-q",
+        "--trust-remote-code",
+    )
     code, out, err = run_main(monkeypatch, capfd, "generate", "-t", str(folder), *options, "abc")
     assert (code, err) == (0, "")
     assert marker.exists()
@@ -72,6 +92,20 @@ def test_a_known_family_needs_none_of_the_code_that_comes_with_it(
     folder, marker = with_code
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    code, out, _ = run_main(monkeypatch, capfd, "generate", "-t", str(folder), "--device", "cpu", "--json", "-n", "8", "abc")
+    code, out, _ = run_main(
+        monkeypatch,
+        capfd,
+        "generate",
+        "-t",
+        str(folder),
+        "--device",
+        "cpu",
+        "--json",
+        "-n",
+        "8",
+        "abc",
+    )
     assert (code, marker.exists()) == (0, False)
-    assert json.loads(out.splitlines()[-1])["token_ids"] == plain(make_model("llama"), make_tokenizer()("abc")["input_ids"], 8)
+    assert json.loads(out.splitlines()[-1])["token_ids"] == plain(
+        make_model("llama"), make_tokenizer()("abc")["input_ids"], 8
+    )

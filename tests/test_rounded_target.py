@@ -1,4 +1,5 @@
-"""`--dtype int8` for a target: every method's greedy output is that of its own plain decoding, and its cost is shown."""
+"""`--dtype int8` for a target: every method's greedy output is that of its own plain decoding, and
+its cost is shown."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost
 
 CPU = torch.device("cpu")
-needs_int8 = pytest.mark.skipif(not rows_are_independent("int8", CPU), reason="this torch or this processor has no such products")
+needs_int8 = pytest.mark.skipif(
+    not rows_are_independent("int8", CPU),
+    reason="this torch or this processor has no such products",
+)
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("sd", {"k": 5}),
     ("sd", {"k": 3, "width": 3}),
@@ -42,11 +46,15 @@ OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2))
         for threads in (1, 2)
     ],
 )
-def test_every_method_gives_the_rounded_targets_own_tokens(tmp_path: Path, family: str, threads: int) -> None:
-    """In chains and in trees, whose rows see the keys in another order; close logits, so that one differing bit would show."""
+def test_every_method_gives_the_rounded_targets_own_tokens(
+    tmp_path: Path, family: str, threads: int
+) -> None:
+    """In chains and in trees, whose rows see the keys in another order; close logits, so that one
+    differing bit would show."""
     target = make_model(family, initializer_range=0.05)
     folders = save(target, tmp_path / "target"), save(near_copy(target, 0.3), tmp_path / "draft")
-    sampling, before = SamplingParams(max_new_tokens=48, ignore_eos=True), torch.get_num_threads()
+    sampling = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with specgen.load(*folders, device="cpu", dtype="int8", draft_dtype="float32") as pair:
@@ -54,14 +62,18 @@ def test_every_method_gives_the_rounded_targets_own_tokens(tmp_path: Path, famil
             expected = pair.generate(prompt(7), "ar", sampling).token_ids
             for name, settings in METHODS:
                 pair.forget()
-                assert pair.generate(prompt(7), name, sampling, **settings).token_ids == expected, (name, settings)
+                assert pair.generate(prompt(7), name, sampling, **settings).token_ids == expected, (
+                    name,
+                    settings,
+                )
     finally:
         torch.set_num_threads(before)
 
 
 @needs_int8
 def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -> None:
-    """Long outputs: with attention in float32, a draft tree changes a token of one output in three."""
+    """Long outputs: with attention in float32, a draft tree changes a token of one output in
+    three."""
     sampling = SamplingParams(max_new_tokens=48, ignore_eos=True)
     with specgen.load(device="cpu", dtype="int8") as pair:
         assert pair.draft is not None
@@ -79,9 +91,24 @@ def test_commands_say_that_the_target_is_rounded(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("specgen.tune.rounding_cost.TOKENS", 96)
-    _, out, _ = run_main(monkeypatch, capfd, "inspect", "--measure", "--device", "cpu", "--dtype", "int8", "--json")
+    _, out, _ = run_main(
+        monkeypatch, capfd, "inspect", "--measure", "--device", "cpu", "--dtype", "int8", "--json"
+    )
     report = parsed(out)[0]
-    _, _, err = run_main(monkeypatch, capfd, "generate", "-m", "sd", "-n", "4", "abc", "--device", "cpu", "--dtype", "int8")
+    _, _, err = run_main(
+        monkeypatch,
+        capfd,
+        "generate",
+        "-m",
+        "sd",
+        "-n",
+        "4",
+        "abc",
+        "--device",
+        "cpu",
+        "--dtype",
+        "int8",
+    )
     assert "sd (int8 target, int8 draft)" in err
     assert report["target"]["dtype"] == "int8"
     cost = report["rounding"]
@@ -90,22 +117,32 @@ def test_commands_say_that_the_target_is_rounded(
     assert 0 <= cost["changed"] < 0.2
     with specgen.load(device="cpu", dtype="int8") as pair:
         stored = rounding_cost(pair, lambda _: pytest.fail("it is measured already"))
-        profile.save(from_outcome(outcome(), profile_place.profile_key_of(pair), rounding=stored), tmp_path)
+        profile.save(
+            from_outcome(outcome(), profile_place.profile_key_of(pair), rounding=stored), tmp_path
+        )
     assert profile.load(tmp_path).measured.rounding == cost
 
 
-def test_int8_targets_are_refused_where_rows_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_targets_are_refused_where_rows_depend_on_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(dtype_choice, "refusal", lambda *_: None)
     monkeypatch.setattr(dtype_choice, "rows_are_independent", lambda *_: False)
-    with pytest.raises(SpecgenError, match=r"--dtype int8 needs .* and its products of one token depend on the other tokens"):
+    with pytest.raises(
+        SpecgenError,
+        match=r"--dtype int8 needs .* and its products of one token depend on the other tokens",
+    ):
         specgen.load(device="cpu", dtype="int8")
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_int8_targets_with_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
-    """Their plain decoding gave other tokens after other runs; a draft model may be rounded nevertheless."""
+    """Their plain decoding gave other tokens after other runs; a draft model may be rounded
+    nevertheless."""
     folder = save(make_model(family), tmp_path)
-    with pytest.raises(SpecgenError, match=r"--dtype int8 needs .* has recurrent layers, whose states would depend"):
+    with pytest.raises(
+        SpecgenError, match=r"--dtype int8 needs .* has recurrent layers, whose states would depend"
+    ):
         specgen.load(folder, device="cpu", dtype="int8")
     with specgen.load(folder, folder, device="cpu", draft_dtype="int8") as pair:
         assert pair.draft is not None

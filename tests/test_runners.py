@@ -1,7 +1,8 @@
-"""Every model runner: calls in any order, on any contexts, also interrupted ones, give what a runner with an empty cache gives.
+"""Every model runner: calls in any order, on any contexts, also interrupted ones, give what a
+runner with an empty cache gives.
 
-To add a runner, add a function to `KINDS` that makes it. What an empty cache gives is compared with transformers, or with the
-definition of a head, in the tests of each kind.
+To add a runner, add a function to `KINDS` that makes it. What an empty cache gives is compared with
+transformers, or with the definition of a head, in the tests of each kind.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from specgen.engine.parts.part import FeatureRunner
 
 
 class Made(NamedTuple):
-    """Runners that share what they have cached, and what empties it. A draft has fewer than `deepest` levels."""
+    """Runners that share what they have cached, and what empties it. A draft has fewer than
+    `deepest` levels."""
 
     runners: Sequence[Any]
     clear: Callable[[], None]
@@ -65,14 +67,18 @@ def model(family: str, backend: str = "native") -> Any:
 
 
 @cache
-def loaded(family: str, index: int, *, devices: tuple[torch.device, ...] = (), **options: Any) -> Any:
+def loaded(
+    family: str, index: int, *, devices: tuple[torch.device, ...] = (), **options: Any
+) -> Any:
     with TemporaryDirectory() as name:
         folder = Path(name)
         save(make(variant(family, index)), folder)
         if not devices:
             return load_variant(folder, **options)
         architecture = read_architecture(read_config(folder, "a test's"))
-        return load_native(folder, "a test's", architecture, torch.float32, devices[-1], layer_devices=devices)
+        return load_native(
+            folder, "a test's", architecture, torch.float32, devices[-1], layer_devices=devices
+        )
 
 
 def native(family: str, index: int, **options: Any) -> Made:
@@ -80,8 +86,11 @@ def native(family: str, index: int, **options: Any) -> Made:
     return single(ModelRunner(made), BOUNDARY - 6 if made.shape.rope_boundary else 70)
 
 
-def graphs(family: str, *, is_exact: bool = False, is_captured: bool = True, **changes: Any) -> Made:
-    """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA graph does."""
+def graphs(
+    family: str, *, is_exact: bool = False, is_captured: bool = True, **changes: Any
+) -> Made:
+    """Static passes, whose operators are recorded and replayed on the same storages, as a CUDA
+    graph does."""
     made = random_model(family, **changes)
     made.exact = is_exact
     made.captures = Captures(capture=RecordedGraphs() if is_captured else None)
@@ -94,7 +103,9 @@ def eager(family: str, **changes: Any) -> Made:
 
 def exiting(family: str, backend: str) -> Made:
     target = model(family, backend)
-    made = own_layers.make_runners(ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None)
+    made = own_layers.make_runners(
+        ExitWeights(exit_layers_of(target, module(family)), 2), target, None, lambda: None
+    )
     return Made([made.draft, made.target], made.clear_cache)
 
 
@@ -110,7 +121,11 @@ def skipping(family: str, backend: str) -> Made:
 
 
 def features(family: str) -> Made:
-    return single(FeatureRunner(model(family), model(family).forward(taps=(0, 2, 4)), model(family).new_cache()))
+    return single(
+        FeatureRunner(
+            model(family), model(family).forward(taps=(0, 2, 4)), model(family).new_cache()
+        )
+    )
 
 
 def head(layout: str, deepest: int = 99, **options: Any) -> Made:
@@ -123,7 +138,10 @@ def head(layout: str, deepest: int = 99, **options: Any) -> Made:
 def translating_pair() -> Any:
     folder = TemporaryDirectory()
     return specgen.load(
-        str(demo.folder("target")), str(permuted(Path(folder.name) / "draft")), device="cpu", dtype="float32"
+        str(demo.folder("target")),
+        str(permuted(Path(folder.name) / "draft")),
+        device="cpu",
+        dtype="float32",
     ), folder
 
 
@@ -159,15 +177,21 @@ KINDS = {
     "native exact": Kind(partial(native, "qwen3", 1, exact=True)),
     "native packed": Kind(partial(native, "olmo2", 0, pack=True)),
     "graphs": Kind(partial(graphs, "llama"), partial(eager, "llama")),
-    "graphs windows": Kind(partial(graphs, "gemma3_text", **SLIDING), partial(eager, "gemma3_text", **SLIDING)),
+    "graphs windows": Kind(
+        partial(graphs, "gemma3_text", **SLIDING), partial(eager, "gemma3_text", **SLIDING)
+    ),
     "graphs of one width": Kind(partial(graphs, "qwen3", is_exact=True), partial(eager, "qwen3")),
     "static passes": Kind(partial(graphs, "gemma2", is_captured=False), partial(eager, "gemma2")),
     "transformers": Kind(lambda: single(ModelRunner(model("llama", "transformers")))),
     "transformers windows": Kind(lambda: single(ModelRunner(model("gemma2", "transformers")))),
     "transformers GPT-2": Kind(lambda: single(ModelRunner(model("gpt2", "transformers")))),
     "delta rule": Kind(lambda: single(ModelRunner(model("qwen3_5_text")))),
-    "delta rule on transformers": Kind(lambda: single(ModelRunner(model("qwen3_5_text", "transformers")))),
-    "delta rule by channels": Kind(lambda: single(ModelRunner(model("kimi_linear", "transformers")))),
+    "delta rule on transformers": Kind(
+        lambda: single(ModelRunner(model("qwen3_5_text", "transformers")))
+    ),
+    "delta rule by channels": Kind(
+        lambda: single(ModelRunner(model("kimi_linear", "transformers")))
+    ),
     "Mamba2": Kind(lambda: single(ModelRunner(model("nemotron_h", "transformers")))),
     "short convolutions natively": Kind(lambda: single(ModelRunner(model("lfm2")))),
     "layers of a hybrid skipped": Kind(partial(skipping, "qwen3_5_text", "native")),
@@ -178,7 +202,8 @@ KINDS = {
     "layers skipped": Kind(partial(skipping, "gemma2", "native")),
     "layers skipped on transformers": Kind(partial(skipping, "llama", "transformers")),
     "features": Kind(partial(features, "qwen3")),
-    "eagle1": Kind(partial(head, "eagle1", 4, head_layers=2)),  # its predictions as inputs amplify roundings
+    # its predictions as inputs amplify roundings
+    "eagle1": Kind(partial(head, "eagle1", 4, head_layers=2)),
     "eagle3": Kind(partial(head, "eagle3", 4)),
     "mtp": Kind(partial(head, "mtp-deepseek", 4, layers=1)),
     "mtp of three layers": Kind(partial(head, "mtp-deepseek", 2, layers=3)),
@@ -192,7 +217,12 @@ KINDS = {
     "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),
 }
 if IS_OLD_TRANSFORMERS:  # its recurrent layers run no trees
-    for _name in ("delta rule on transformers", "delta rule by channels", "Mamba2", "short convolutions"):
+    for _name in (
+        "delta rule on transformers",
+        "delta rule by channels",
+        "Mamba2",
+        "short convolutions",
+    ):
         del KINDS[_name]
 
 
@@ -206,7 +236,8 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
-        self.made, self.reference = kind.make(), reference(kind)
+        self.made = kind.make()
+        self.reference = reference(kind)
         self.contexts = [Context([1, 5, 6, 7]), Context([1, 5, 6])]
 
     @rule(
@@ -228,15 +259,20 @@ class Calls(RuleBasedStateMachine):
         line: int | None,
         accepted: int | None,
     ) -> None:
-        """A chain or a tree, which may grow in two calls. The first of them may be interrupted at a line. Then a path of it may
-        be accepted, with a token after it."""
-        at, number = which[0], which[1] % len(self.made.runners)
+        """A chain or a tree, which may grow in two calls. The first of them may be interrupted at a
+        line. Then a path of it may be accepted, with a token after it."""
+        at = which[0]
+        number = which[1] % len(self.made.runners)
         if len(self.contexts[at]) + len(tokens) > self.made.longest:
             self.contexts[at] = Context(self.contexts[at].ids[:9])
         runner = self.made.runners[number]
         tokens = tokens[: self.made.deepest - 1]
-        parents = [node - 1 if is_chain else drawn % (node + 1) - 1 for node, drawn in enumerate(numbers[: len(tokens)])]
-        begun, context = min(begun, len(tokens)), self.contexts[at]
+        parents = [
+            node - 1 if is_chain else drawn % (node + 1) - 1
+            for node, drawn in enumerate(numbers[: len(tokens)])
+        ]
+        begun = min(begun, len(tokens))
+        context = self.contexts[at]
         if line is not None:
             with InterruptAt(line):
                 try:
@@ -253,13 +289,33 @@ class Calls(RuleBasedStateMachine):
             path = random_path(random.Random(accepted), parents)
             self.extend(at, [*(tokens[node] for node in path), 3 + accepted % 30])
             for number, runner in list(enumerate(self.made.runners))[:: 1 if accepted % 2 else -1]:
-                self.check(runner.logits(self.contexts[at]).logits[0], number, self.contexts[at], [], [], -1)
+                self.check(
+                    runner.logits(self.contexts[at]).logits[0],
+                    number,
+                    self.contexts[at],
+                    [],
+                    [],
+                    -1,
+                )
 
-    def check(self, row: torch.Tensor, which: int, context: Context, tokens: list[int], parents: list[int], node: int) -> None:
+    def check(
+        self,
+        row: torch.Tensor,
+        which: int,
+        context: Context,
+        tokens: list[int],
+        parents: list[int],
+        node: int,
+    ) -> None:
         self.reference.clear()
         same = Context(context.ids[: context.prompt_length])
         same.extend(context.ids[context.prompt_length :])
-        expected = self.reference.runners[which].logits(same, path_to(tokens, parents, node)).logits[-1].cpu()
+        expected = (
+            self.reference.runners[which]
+            .logits(same, path_to(tokens, parents, node))
+            .logits[-1]
+            .cpu()
+        )
         largest = float(expected[expected.isfinite()].abs().max())
         torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
 
@@ -272,7 +328,8 @@ class Calls(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 1), count=st.integers(0, 5), first=st.integers(1, 3))
     def change(self, at: int, count: int, first: int) -> None:
-        """Another context, which shares its beginning with the one before, or all but its first token."""
+        """Another context, which shares its beginning with the one before, or all but its first
+        token."""
         ids = self.contexts[at].ids
         self.contexts[at] = Context([first, *ids[1 : max(2, len(ids) - count)]])
 
@@ -304,15 +361,22 @@ def test_calls_in_any_order_give_what_an_empty_cache_gives(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("family", "backend"), [("qwen3_5_text", "native"), ("lfm2_moe", "transformers")])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("qwen3_5_text", "native"), ("lfm2_moe", "transformers")]
+)
 def test_recurrent_layers_go_back_to_any_length(family: str, backend: str) -> None:
-    """Also to those before what was folded, and after a prompt's pass that ended before its last layer."""
-    made, ids = model(family, backend), [1, *(5 + 7 * number % 31 for number in range(39))]
-    kept, runner = Context(ids[:20]), ModelRunner(made)
+    """Also to those before what was folded, and after a prompt's pass that ended before its last
+    layer."""
+    made = model(family, backend)
+    ids = [1, *(5 + 7 * number % 31 for number in range(39))]
+    kept = Context(ids[:20])
+    runner = ModelRunner(made)
     expected = made.reference_logits(ids)
 
     def check(context: Context) -> None:
-        torch.testing.assert_close(runner.logits(context).logits[0], expected[len(context) - 1], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            runner.logits(context).logits[0], expected[len(context) - 1], rtol=1e-3, atol=1e-3
+        )
 
     for length in (*range(21, 41), *range(39, 0, -2), *range(1, 41, 3)):
         check(kept if length == 21 else Context(ids[:length]))

@@ -1,4 +1,5 @@
-"""Where a run ends and what it reports: limits, ends of sequence, stop texts, interruptions, second runs, Python's interface."""
+"""Where a run ends and what it reports: limits, ends of sequence, stop texts, interruptions, second
+runs, Python's interface."""
 
 from __future__ import annotations
 
@@ -47,9 +48,18 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     while len(expected) < limit and not (expected and expected[-1] in eos):
         expected.append(int(table.row([*PROMPT, *expected]).argmax()))
     setting = LENGTH_SETTINGS.get(method)
-    runner, sampling = TableRunner(draft), SamplingParams(max_new_tokens=limit)
+    runner = TableRunner(draft)
+    sampling = SamplingParams(max_new_tokens=limit)
     with closing(DraftWorker.in_this_process(runner)) as worker:  # type: ignore[arg-type]
-        run = scripted_run(method, {setting: length} if setting else {}, table, runner, sampling, eos=eos, worker=worker)
+        run = scripted_run(
+            method,
+            {setting: length} if setting else {},
+            table,
+            runner,
+            sampling,
+            eos=eos,
+            worker=worker,
+        )
         rounds = list(run.rounds())
     assert ids_of(rounds) == expected
     assert run.finish_reason == ("eos" if expected[-1] in eos else "length")
@@ -57,7 +67,10 @@ def test_greedy_runs_end_exactly_where_plain_decoding_ends(
     assert [round_.index for round_ in rounds] == list(range(len(rounds)))
 
 
-QUESTION = "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many cards does Ben have now?\nAnswer:"
+QUESTION = (
+    "Question: Ben has 5 cards. He buys 2 packs with 3 cards in each. How many "
+    "cards does Ben have now?\nAnswer:"
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +79,18 @@ def free(demo_pair: Pair) -> Result:
     return demo_pair.generate(QUESTION, "ar", SamplingParams(max_new_tokens=40))
 
 
-@pytest.mark.parametrize("method", ["ar", "sd", "lookup", "lookahead", "pearl", "eagle", "medusa", "selfsd"])
-def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: Pair, free: Result, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["ar", "sd", "lookup", "lookahead", "pearl", "eagle", "medusa", "selfsd"]
+)
+def test_stop_texts_end_the_output_at_the_token_that_completes_them(
+    demo_pair: Pair, free: Result, method: str
+) -> None:
     stop = free.text[21:26]
     first = free.text.index(stop)
     unmeasured = {"pearl": {"window": 4}, "selfsd": {"skip": "3+4+5"}}.get(method, {})
-    result = demo_pair.generate(QUESTION, method, SamplingParams(max_new_tokens=40, stop=("nowhere", stop)), **unmeasured)
+    result = demo_pair.generate(
+        QUESTION, method, SamplingParams(max_new_tokens=40, stop=("nowhere", stop)), **unmeasured
+    )
     assert result.text == free.text[:first]
     assert result.summary["finish_reason"] == "stop"
     assert result.token_ids == free.token_ids[: len(result.token_ids)]
@@ -80,14 +99,22 @@ def test_stop_texts_end_the_output_at_the_token_that_completes_them(demo_pair: P
     assert stop not in before
     assert ids_of(result.rounds) == result.token_ids
     last = result.rounds[-1]
-    assert last.verdict.source == "correction" or TokenStatus.REJECTED not in last.statuses, "nothing was refused"
+    assert last.verdict.source == "correction" or TokenStatus.REJECTED not in last.statuses, (
+        "nothing was refused"
+    )
 
 
-@pytest.mark.parametrize(("name", "temperature"), [("sd", 0.0), ("sd", 1.0), ("eesd-cali", 0.0), ("eesd-tree", 1.0)])
-def test_runs_may_take_turns_and_be_left_unfinished(tmp_path: Path, name: str, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("sd", 0.0), ("sd", 1.0), ("eesd-cali", 0.0), ("eesd-tree", 1.0)]
+)
+def test_runs_may_take_turns_and_be_left_unfinished(
+    tmp_path: Path, name: str, temperature: float
+) -> None:
     """Each as if it were alone, although its rounds take the caches from the other's."""
     model = make_model("llama", num_hidden_layers=4)
-    folders = [save(each, tmp_path / str(number)) for number, each in enumerate((model, near_copy(model)))]
+    folders = [
+        save(each, tmp_path / str(number)) for number, each in enumerate((model, near_copy(model)))
+    ]
     pair = with_exit(specgen.load(*folders, device="cpu", dtype="float32"), 2)
     sampling = SamplingParams(24, temperature, seed=3, ignore_eos=True)
     prompts = [[1, 5, 6, 7, 8, 9], [1, 5, 6, 11, 12]]
@@ -99,7 +126,10 @@ def test_runs_may_take_turns_and_be_left_unfinished(tmp_path: Path, name: str, t
     assert len(turns) > 3
     for found, expected in zip(zip(*turns, strict=True), alone, strict=True):
         for round_, other in zip(found, expected, strict=False):
-            assert (round_.token_ids, list(round_.draft.tokens)) == (other.token_ids, list(other.draft.tokens))
+            assert (round_.token_ids, list(round_.draft.tokens)) == (
+                other.token_ids,
+                list(other.draft.tokens),
+            )
             assert round_.draft.stop_reason == other.draft.stop_reason
 
 
@@ -117,13 +147,16 @@ def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
         handle.remove()
     else:
         layers = pair.models._target_runner._forward._layers  # type: ignore[attr-defined]
-        kept, layers[index] = layers[index], (interrupt, layers[index][1])
+        kept = layers[index]
+        layers[index] = (interrupt, layers[index][1])
         yield
         layers[index] = kept
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_interruption_inside_a_pass_costs_that_round_only(pair_of: Callable[..., Pair], backend: str) -> None:
+def test_an_interruption_inside_a_pass_costs_that_round_only(
+    pair_of: Callable[..., Pair], backend: str
+) -> None:
     pair = pair_of("qwen3", "near", backend)
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     expected = pair.generate([1, 5, 6], "ar", sampling).token_ids
@@ -140,13 +173,27 @@ def test_the_python_interface(demo_pair: Pair) -> None:
     assert set(specgen.METHODS) == set(METHODS) == {*METHOD_NAMES, *LOSSY}
     assert {name for name, method in METHODS.items() if not method.lossless} == LOSSY
     with specgen.load() as pair:
-        rounds = list(pair.rounds("User: Hi\nAssistant:", method="sd", sampling=SamplingParams(max_new_tokens=12), k="3"))
+        rounds = list(
+            pair.rounds(
+                "User: Hi\nAssistant:",
+                method="sd",
+                sampling=SamplingParams(max_new_tokens=12),
+                k="3",
+            )
+        )
         assert all(isinstance(round_, Round) for round_ in rounds)
-        assert pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"] == "adaptive"
-        one, other = pair.generate("hi", "sd", k=2, max_new_tokens=4), pair.generate("hi", "sd:k=2", SamplingParams(4))
-        assert [round_.draft.tokens for round_ in one.rounds] == [round_.draft.tokens for round_ in other.rounds]
+        assert (
+            pair.generate("def f():", sampling=SamplingParams(max_new_tokens=4)).summary["method"]
+            == "adaptive"
+        )
+        one = pair.generate("hi", "sd", k=2, max_new_tokens=4)
+        other = pair.generate("hi", "sd:k=2", SamplingParams(4))
+        assert [round_.draft.tokens for round_ in one.rounds] == [
+            round_.draft.tokens for round_ in other.rounds
+        ]
         answer = pair.generate([{"role": "user", "content": "Where is Oslo?"}])
-        assert answer.summary["finish_reason"] == "stop"  # before the next question that the model would write
+        # before the next question that the model would write
+        assert answer.summary["finish_reason"] == "stop"
         assert "User" not in answer.text
     bad: list[tuple[dict[str, Any], str]] = [
         ({"prompt": ""}, "empty"),
@@ -166,34 +213,54 @@ def test_the_python_interface(demo_pair: Pair) -> None:
 
 # perplexity
 
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9, seed=1, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9, seed=1, ignore_eos=True
+)
 
 
 def uncached(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> float:
     """The log-likelihood of `tokens` in float64, by one forward pass without a cache."""
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
     return float(logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())
 
 
-@pytest.mark.parametrize(("family", "backend"), [("llama", "native"), ("gemma2", "native"), ("gpt2", "transformers")])
-def test_perplexity_is_that_without_a_cache(pair_of: Callable[..., Pair], family: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "native"), ("gemma2", "native"), ("gpt2", "transformers")]
+)
+def test_perplexity_is_that_without_a_cache(
+    pair_of: Callable[..., Pair], family: str, backend: str
+) -> None:
     """At temperature 1. Lossy methods always report it, others on request."""
-    pair, prompt = pair_of(family, "near", backend), [1, 5, 6, 7]
+    pair = pair_of(family, "near", backend)
+    prompt = [1, 5, 6, 7]
     for method in ("ar", "mtad", "spectr"):  # each run finds the caches of the one before
-        found, default = (pair.generate(prompt, method, SAMPLED, perplexity=on) for on in (True, False))
+        found, default = (
+            pair.generate(prompt, method, SAMPLED, perplexity=on) for on in (True, False)
+        )
         nats = uncached(pair.target.transformers_module, prompt, found.token_ids)
-        assert found.summary["perplexity"] == pytest.approx(math.exp(-nats / len(found.token_ids)), rel=1e-4)
+        assert found.summary["perplexity"] == pytest.approx(
+            math.exp(-nats / len(found.token_ids)), rel=1e-4
+        )
         assert default.token_ids == found.token_ids
-        assert default.summary["perplexity"] == (found.summary["perplexity"] if method == "mtad" else None)
+        assert default.summary["perplexity"] == (
+            found.summary["perplexity"] if method == "mtad" else None
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 7, 8, 100])
-def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_run_in_chunks_each_token_once(
+    chunk: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specgen.engine.model_runner._LIKELIHOOD_CHUNK", chunk)
-    module, prompt, tokens = make_model("llama"), [1, 5, 6, 7], [3 + position % 30 for position in range(16)]
-    model, expected = model_of(module, backend), uncached(module, prompt, tokens)
+    module = make_model("llama")
+    prompt = [1, 5, 6, 7]
+    tokens = [3 + position % 30 for position in range(16)]
+    model = model_of(module, backend)
+    expected = uncached(module, prompt, tokens)
     counted = CountedLayers(model).tokens
     assert ModelRunner(model).log_likelihood(prompt, tokens) == pytest.approx(expected, rel=1e-4)
     assert counted["2"] == len(prompt) + len(tokens) - 1
@@ -209,7 +276,9 @@ def test_long_texts_are_run_in_chunks_each_token_once(chunk: int, backend: str, 
         (None, None),
     ],
 )
-def test_perplexities_that_json_cannot_hold_are_none(nats: float | None, perplexity: float | None) -> None:
+def test_perplexities_that_json_cannot_hold_are_none(
+    nats: float | None, perplexity: float | None
+) -> None:
     figures = Figures("mtad")
     figures.token_ids = [1, 2]
     if nats is not None:

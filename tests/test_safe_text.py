@@ -1,4 +1,5 @@
-"""Text that would change the terminal, hide in other text or be computed by a spreadsheet, and values at their bounds."""
+"""Text that would change the terminal, hide in other text or be computed by a spreadsheet, and
+values at their bounds."""
 
 from __future__ import annotations
 
@@ -31,20 +32,30 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return lambda *arguments: run_main(monkeypatch, capfd, *map(str, arguments))
 
 
-# ------------------------------------------------------------------ text that would change the terminal
+# -------------------------------------------------------------- text that would change the terminal
 
 
 def hostile(value: Any, key: str = "") -> Any:
-    """The value with every text in it made hostile, except those that have to be one of a few words."""
+    """The value with every text in it made hostile, except those that have to be one of a few
+    words."""
     if isinstance(value, dict):
-        return {name + HOSTILE * (key in ("settings", "versions")): hostile(each, name) for name, each in value.items()}
+        return {
+            name + HOSTILE * (key in ("settings", "versions")): hostile(each, name)
+            for name, each in value.items()
+        }
     if isinstance(value, list):
         return [hostile(each, key) for each in value]
-    return value + HOSTILE if isinstance(value, str) and key not in ("type", "mode", "source", "finish_reason") else value
+    return (
+        value + HOSTILE
+        if isinstance(value, str) and key not in ("type", "mode", "source", "finish_reason")
+        else value
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--run", "1", "--rounds", "9")])
-def test_no_text_of_a_trace_reaches_the_terminal_unchanged(main: Main, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_no_text_of_a_trace_reaches_the_terminal_unchanged(
+    main: Main, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     """Every text of the trace is hostile, so a field that is shown in a new place is tested too."""
     runs = [
         traces.a_recorded_run(6, spec="beta-ts"),
@@ -102,17 +113,25 @@ def test_pictures_have_no_control_characters() -> None:
 )
 def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell: str) -> None:
     results = usual()
-    results.config = replace(results.config, prompts=[replace(prompt, category=text) for prompt in results.config.prompts])
+    results.config = replace(
+        results.config,
+        prompts=[replace(prompt, category=text) for prompt in results.config.prompts],
+    )
     report = report_of(results, by_category=True)
     rows = list(csv.DictReader(io.StringIO(csv_text(report.made, by_category=True))))
     assert {row["category"] for row in rows} == {"", cell}
-    assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), "numbers stay numbers"
+    assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), (
+        "numbers stay numbers"
+    )
     csv_text(report.made, by_category=True).encode()
     assert not UNSAFE.search("\n".join(line.plain for line in page(report, 200)))
 
 
 def test_numbers_have_no_exponents() -> None:
-    shown = [significant(number) for number in (1180.4, 0.0042, 12.0, 1.5, 0.00001234, 123456.0, -2.345, 0.0, 999.9)]
+    shown = [
+        significant(number)
+        for number in (1180.4, 0.0042, 12.0, 1.5, 0.00001234, 123456.0, -2.345, 0.0, 999.9)
+    ]
     assert shown == ["1,180", "0.0042", "12", "1.5", "0.0000123", "123,000", "-2.35", "0", "1,000"]
     assert [significant(number, 2) for number in (123.0, 0.0014, 3.5)] == ["120", "0.0014", "3.5"]
     assert significant(float("inf")) == "inf"

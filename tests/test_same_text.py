@@ -26,14 +26,17 @@ PROMPT = "User: Where is Oslo?\nAssistant:"
 TOKENS = 10
 SEEDED = SamplingParams(max_new_tokens=TOKENS, temperature=1.0, seed=3, ignore_eos=True)
 GREEDY = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-SEARCHED = ("medusa", "eagle", "glide", "block", "eesd-tree")  # run with their own policy by default
+# run with their own policy by default
+SEARCHED = ("medusa", "eagle", "glide", "block", "eesd-tree")
 
 
 class Weather:
-    """A clock whose steps are random: microseconds, seconds, or none at all. Each machine that it stands for is another one."""
+    """A clock whose steps are random: microseconds, seconds, or none at all. Each machine that it
+    stands for is another one."""
 
     def __init__(self) -> None:
-        self._random, self._now = Random(0), 0.0
+        self._random = Random(0)
+        self._now = 0.0
         self.change()
 
     def change(self) -> None:
@@ -67,7 +70,8 @@ def fresh(loaded: Pair) -> Pair:
 
 
 def policies_of(method: Method) -> list[str]:
-    """The length policies that the method takes, its own first. Not those that its drafter cannot feed."""
+    """The length policies that the method takes, its own first. Not those that its drafter cannot
+    feed."""
     names = [method.policy or ""]
     for name in POLICIES:
         with suppress(SpecgenError):
@@ -84,10 +88,14 @@ def cases() -> Iterator[Any]:
         for position, policy in enumerate(policies_of(method)):
             is_usual = position == 0 or (policy == "adaptive" and name not in SEARCHED)
             marks = () if is_usual else pytest.mark.slow
-            yield pytest.param(name, {"policy": policy} if position else {}, marks=marks, id=f"{name}-{policy}")
+            yield pytest.param(
+                name, {"policy": policy} if position else {}, marks=marks, id=f"{name}-{policy}"
+            )
 
 
-def tokens_and_drafts(pair: Pair, name: str, sampling: SamplingParams, settings: dict[str, Any]) -> Any:
+def tokens_and_drafts(
+    pair: Pair, name: str, sampling: SamplingParams, settings: dict[str, Any]
+) -> Any:
     result = pair.generate(PROMPT, name, sampling, **settings)
     return result.token_ids, [list(round_.draft.tokens) for round_ in result.rounds]
 
@@ -100,7 +108,8 @@ def check(
     case: tuple[str, dict[str, Any]],
     sampling: SamplingParams,
 ) -> None:
-    """Runs a request on pairs that know nothing, after other runs, and with what these have stored: nothing changes."""
+    """Runs a request on pairs that know nothing, after other runs, and with what these have stored:
+    nothing changes."""
     name, settings = case
     folders = (str(tmp_path / f"cache{number}") for number in count())
     monkeypatch.setenv("SPECGEN_CACHE", next(folders))
@@ -114,14 +123,20 @@ def check(
     for other in ({"temperature": 0.0}, {"temperature": 1.0, "seed": None}):
         weather.change()
         first.generate(PROMPT[6:], name, sampling, **settings, **other)
-    assert tokens_and_drafts(first, name, sampling, settings) == expected, "after other runs of the pair"
+    assert tokens_and_drafts(first, name, sampling, settings) == expected, (
+        "after other runs of the pair"
+    )
     first.close()
 
     weather.change()
-    assert tokens_and_drafts(fresh(loaded), name, sampling, settings) == expected, "with what was stored"
+    assert tokens_and_drafts(fresh(loaded), name, sampling, settings) == expected, (
+        "with what was stored"
+    )
     monkeypatch.setenv("SPECGEN_CACHE", next(folders))
     weather.change()
-    assert tokens_and_drafts(fresh(loaded), name, sampling, settings) == expected, "without what was stored"
+    assert tokens_and_drafts(fresh(loaded), name, sampling, settings) == expected, (
+        "without what was stored"
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), list(cases()))
@@ -137,7 +152,11 @@ def test_a_seed_gives_the_same_tokens_whatever_the_clock_says(
     check(loaded, weather, tmp_path, monkeypatch, (name, settings), SEEDED)
 
 
-LOSSY = [name for name, method in specgen.METHODS.items() if not method.lossless and not method.decodes_greedily]
+LOSSY = [
+    name
+    for name, method in specgen.METHODS.items()
+    if not method.lossless and not method.decodes_greedily
+]
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "beta-ts"])
@@ -162,4 +181,6 @@ def test_what_a_repeatable_request_takes_follows_from_sizes(loaded: Pair) -> Non
     assert run.settings.values["window"] == round(1 / share)
     assert run.costs is None
     run = pair.run(pair.request(PROMPT, "selfsd", SEEDED))
-    assert run.settings.values["skip"] == "+".join(map(str, range(1, pair.target.model.shape.num_layers - 1, 2)))
+    assert run.settings.values["skip"] == "+".join(
+        map(str, range(1, pair.target.model.shape.num_layers - 1, 2))
+    )

@@ -1,4 +1,5 @@
-"""Drafts of `suffix`: its index of n-grams against a search of all positions, its limits, and its history of earlier outputs."""
+"""Drafts of `suffix`: its index of n-grams against a search of all positions, its limits, and its
+history of earlier outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.decoding.policy_base import Fixed
-from specgen.methods.suffix import LONGEST_MATCH, MOST_OCCURRENCES, Continuation, SuffixDrafter, SuffixHistory, SuffixIndex
+from specgen.methods.suffix import (
+    LONGEST_MATCH,
+    MOST_OCCURRENCES,
+    Continuation,
+    SuffixDrafter,
+    SuffixHistory,
+    SuffixIndex,
+)
 from specgen.pair.pair import Pair
 from specgen.tune.outcome import SIMPLE, grid
 
@@ -24,23 +32,32 @@ Found = tuple[int, list[int], list[float]]
 
 
 def searched(ids: Sequence[int], end: Sequence[int], tokens: int) -> Found | None:
-    """The match's length, and at most so many tokens after it with their probabilities, found by looking at all positions.
+    """The match's length, and at most so many tokens after it with their probabilities, found by
+    looking at all positions.
 
     `ids` are the indexed tokens, `end` the last ones of the context.
     """
 
     def equal(position: int) -> int:
         most = min(position, len(end), LONGEST_MATCH)
-        return next((length for length in range(most) if ids[position - 1 - length] != end[-1 - length]), most)
+        return next(
+            (length for length in range(most) if ids[position - 1 - length] != end[-1 - length]),
+            most,
+        )
 
-    places = [(equal(position), position) for position in range(1, len(ids)) if ids[position] != BORDER]
+    places = [
+        (equal(position), position) for position in range(1, len(ids)) if ids[position] != BORDER
+    ]
     gram = min(3, max((length for length, _ in places), default=0))
     if not gram:
         return None
-    latest = [(length, position) for length, position in reversed(places) if length >= gram][:MOST_OCCURRENCES]
+    latest = [(length, position) for length, position in reversed(places) if length >= gram][
+        :MOST_OCCURRENCES
+    ]
     match = max(length for length, _ in latest)
     positions = [position for length, position in latest if length == match]
-    found, probs = list[int](), list[float]()
+    found = list[int]()
+    probs = list[float]()
     for step in range(tokens):
         following = [[*ids, *found][position + step] for position in positions]
         counts = Counter(token for token in following if token != BORDER)
@@ -48,7 +65,9 @@ def searched(ids: Sequence[int], end: Sequence[int], tokens: int) -> Found | Non
             break
         token = next(token for token in following if counts[token] == max(counts.values()))
         odds = 0.45 * (match + step) * counts[token] / (counts.total() - counts[token] + 1)
-        positions = [position for position, other in zip(positions, following, strict=True) if other == token]
+        positions = [
+            position for position, other in zip(positions, following, strict=True) if other == token
+        ]
         found.append(token)
         probs.append(odds / (1 + odds))
     return match, found, probs
@@ -64,9 +83,13 @@ def drafted(found: Continuation | None, tokens: int) -> Found | None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), alphabet=st.integers(1, 5))
-def test_the_index_finds_what_a_search_of_all_positions_finds(data: st.DataObject, alphabet: int) -> None:
+def test_the_index_finds_what_a_search_of_all_positions_finds(
+    data: st.DataObject, alphabet: int
+) -> None:
     """The context is in the index, which grows with it; its own end is no match."""
-    index, ids, block = SuffixIndex(), list[int](), st.lists(st.integers(0, alphabet - 1), max_size=40)
+    index = SuffixIndex()
+    ids = list[int]()
+    block = st.lists(st.integers(0, alphabet - 1), max_size=40)
     for _ in range(4):
         added = data.draw(block)
         ids += added * data.draw(st.integers(1, 2))
@@ -79,7 +102,9 @@ def test_the_index_finds_what_a_search_of_all_positions_finds(data: st.DataObjec
     outputs=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), max_size=4),
     end=st.lists(st.integers(0, 2), min_size=1, max_size=12),
 )
-def test_stored_outputs_match_within_their_borders(outputs: list[list[int]], end: list[int]) -> None:
+def test_stored_outputs_match_within_their_borders(
+    outputs: list[list[int]], end: list[int]
+) -> None:
     history = SuffixHistory()
     for output in outputs:
         history.add(output)
@@ -88,7 +113,8 @@ def test_stored_outputs_match_within_their_borders(outputs: list[list[int]], end
 
 
 def test_a_history_keeps_its_budget() -> None:
-    history, budget = SuffixHistory(40), 40
+    history = SuffixHistory(40)
+    budget = 40
     for first in range(0, 300, 10):
         history.add(range(first, first + 8))
         assert len(history.index) <= budget
@@ -102,9 +128,13 @@ def test_a_history_keeps_its_budget() -> None:
     assert len(history.index) == 0
 
 
-def propose(ids: Sequence[int], limit: int = 20, *, eos: int = -2, **given: float) -> tuple[list[int], str | None]:
+def propose(
+    ids: Sequence[int], limit: int = 20, *, eos: int = -2, **given: float
+) -> tuple[list[int], str | None]:
     chosen = {"min_prob": 0.0, "factor": 10.0} | given
-    draft = SuffixDrafter(**chosen, eos_ids=frozenset({eos})).propose(Context(ids), Fixed(99), limit)
+    draft = SuffixDrafter(**chosen, eos_ids=frozenset({eos})).propose(
+        Context(ids), Fixed(99), limit
+    )
     return list(draft.tokens), draft.stop_reason
 
 
@@ -114,7 +144,9 @@ def test_a_draft_ends_at_each_limit() -> None:
     assert propose(text, factor=2) == ([3, 4, 5, 6], "match of 2")
     assert propose(text, factor=0.4) == ([], "match of 2")
     assert propose(text, eos=5) == ([3, 4, 5], "eos")
-    assert propose(text, min_prob=0.25) == ([3, 4], "path 0.17 < 0.25"), "0.474, then times 0.574, then times 0.643"
+    assert propose(text, min_prob=0.25) == ([3, 4], "path 0.17 < 0.25"), (
+        "0.474, then times 0.574, then times 0.643"
+    )
     assert propose([1, 2, 3]) == ([], None)
     assert propose(text, 0) == ([], None)
     assert propose([1, 2, 1, 2], 6) == ([1, 2, 1, 2, 1, 2], "length"), "a copy of its own tokens"
@@ -129,7 +161,8 @@ def drafts(rounds: Sequence[Round]) -> list[list[int]]:
 
 
 def test_only_with_history_a_run_copies_earlier_outputs(pair_of: Callable[..., Pair]) -> None:
-    pair, sampling = pair_of("llama", "near"), SamplingParams(max_new_tokens=24, ignore_eos=True)
+    pair = pair_of("llama", "near")
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
     pair.forget()
     plain = pair.generate(PROMPT, "ar", sampling)
     first = rounds_of(pair, sampling)
@@ -146,7 +179,10 @@ def test_only_with_history_a_run_copies_earlier_outputs(pair_of: Callable[..., P
 
 def test_no_measurement_has_a_history(near: Pair) -> None:
     """Neither `compare` nor `tune`; and a seed decides all tokens of a sampled run."""
-    with pytest.raises(SpecgenError, match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out"):
+    with pytest.raises(
+        SpecgenError,
+        match=r"^suffix:history=true would copy its own earlier outputs\. Leave history out",
+    ):
         parse_spec("suffix:history=true")
     assert parse_spec("suffix:history=false").name == "suffix"
     assert "suffix" in SIMPLE
@@ -167,4 +203,10 @@ def test_a_history_is_cleared_by_its_owner_and_follows_turns() -> None:
     contexts[0].extend([4])
     contexts[1].extend([5, 6])
     history.begin(contexts[2])
-    assert [drafted(history.index.find([token]), 5) is not None for token in (1, 2, 3, 5, 6)] == [False, True, False, True, False]
+    assert [drafted(history.index.find([token]), 5) is not None for token in (1, 2, 3, 5, 6)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]

@@ -1,4 +1,5 @@
-"""A model split over ranks computes what the whole model computes: every family, without processes."""
+"""A model split over ranks computes what the whole model computes: every family, without
+processes."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ DEFAULT = {"llama-0", "llama-1", "phi3-0", "gemma3_text-0", "olmo2-0", "olmo2-1"
 
 
 def check(family: str, index: int, size: int, folder: Path) -> None:
-    """Passes without a cache, and those of a runner: a chain, a tree, other contexts, and accepted nodes of the tree."""
+    """Passes without a cache, and those of a runner: a chain, a tree, other contexts, and accepted
+    nodes of the tree."""
     save(make(variant(family, index)), folder)
     prepared = describe(folder, ModelSource(str(folder)))
     whole = load_weights(prepared, torch.float32, CPU)
 
     def passes(model: Any) -> list[torch.Tensor]:
-        runner, context, found = ModelRunner(model), Context(IDS[:5]), [model.reference_logits(IDS)]
+        runner = ModelRunner(model)
+        context = Context(IDS[:5])
+        found = [model.reference_logits(IDS)]
         found.append(runner.logits(context, IDS[5:8]).logits)
         found.append(runner.logits(context, [9, 8, 7, 6], [-1, 0, 0, 2]).logits)
         context.extend([9, 7, 6, 11])
@@ -37,16 +41,24 @@ def check(family: str, index: int, size: int, folder: Path) -> None:
         features = model.forward(taps=[0, model.shape.num_layers])
         hidden = ModelRunner(model, forward=features).logits(Context(IDS)).features
         assert hidden is not None
-        return [*found, hidden, model.embeddings(torch.tensor(IDS)), model.head_logits(hidden[:, -model.shape.hidden_size :])]
+        return [
+            *found,
+            hidden,
+            model.embeddings(torch.tensor(IDS)),
+            model.head_logits(hidden[:, -model.shape.hidden_size :]),
+        ]
 
     def work(own: Any) -> Any:
         if own.rank:
             return own.follow()
         model = load_on(own, prepared, torch.float32, CPU)
-        before, layers = own.sums, len(model.architecture.layers)
+        before = own.sums
+        layers = len(model.architecture.layers)
         model.reference_logits(IDS)
         sums = own.sums - before
-        assert sums == 1 + (2 + (model.architecture.qk_norm == "all")) * layers, "the embedding's, and one after each block"
+        assert sums == 1 + (2 + (model.architecture.qk_norm == "all")) * layers, (
+            "the embedding's, and one after each block"
+        )
         found = passes(model)
         model.reference_logits(IDS[:1])
         assert [*own.objects] == [0, 1], "caches that nobody has any more are dropped"
@@ -59,7 +71,10 @@ def check(family: str, index: int, size: int, folder: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-4)
 
 
-_MARKED = [case if case.id in DEFAULT else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in CASES]
+_MARKED = [
+    case if case.id in DEFAULT else pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+    for case in CASES
+]
 
 
 @pytest.mark.parametrize(("family", "index"), _MARKED)
@@ -69,13 +84,21 @@ def test_two_ranks_compute_the_whole_models_logits(family: str, index: int, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "index"), CASES)
-def test_more_ranks_than_key_value_heads_compute_the_whole_models_logits(family: str, index: int, tmp_path: Path) -> None:
-    """Four, where each key-value head is on one, two or four of them; six where there are six heads."""
+def test_more_ranks_than_key_value_heads_compute_the_whole_models_logits(
+    family: str, index: int, tmp_path: Path
+) -> None:
+    """Four, where each key-value head is on one, two or four of them; six where there are six
+    heads."""
     check(family, index, 6 if variant(family, index)["num_attention_heads"] == 6 else 4, tmp_path)
 
 
 def architecture(**changes: Any) -> Any:
-    return read_architecture(variant("llama", **{"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 4, **changes}))
+    return read_architecture(
+        variant(
+            "llama",
+            **{"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 4, **changes},
+        )
+    )
 
 
 def test_every_head_neuron_and_token_has_its_rank() -> None:
@@ -87,7 +110,9 @@ def test_every_head_neuron_and_token_has_its_rank() -> None:
         assert all(head // 4 in shard.kv_heads for shard in shards for head in shard.heads)
 
 
-@pytest.mark.parametrize(("size", "hint"), [(4, "per-node 3"), (24, "per-node 12"), (5, "per-node 3")])
+@pytest.mark.parametrize(
+    ("size", "hint"), [(4, "per-node 3"), (24, "per-node 12"), (5, "per-node 3")]
+)
 def test_what_cannot_be_split_is_refused_with_a_number_that_can(size: int, hint: str) -> None:
     with pytest.raises(SpecgenError, match=f"12 heads on 3 key-value heads.*{size} ranks.*{hint}"):
         Shard.of(architecture(), 0, size)

@@ -1,4 +1,5 @@
-"""Output on a terminal: one process runs several commands on a pseudo-terminal, and the tests read what they wrote."""
+"""Output on a terminal: one process runs several commands on a pseudo-terminal, and the tests read
+what they wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from specgen.base.types import LARGEST
 
 PROMPT = "the cat sat on the mat"
 CONTROLS = [*WORDS[:3], *"abc.", *map(chr, (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x2066))]
-CONTROLS += [f"\x1b[{colour}m\x07\x9b{colour}m" for colour in range(VOCAB - len(CONTROLS))]  # so many that some are sampled
+# so many that some are sampled
+CONTROLS += [f"\x1b[{colour}m\x07\x9b{colour}m" for colour in range(VOCAB - len(CONTROLS))]
 
 _SCENES = """
 import fcntl, json, os, struct, sys, termios
@@ -36,15 +38,30 @@ for name, (width, environment, arguments) in json.loads(sys.argv[1]).items():
 
 @pytest.fixture(scope="module")
 def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """By name the output of several commands that run one after the other on one pseudo-terminal."""
+    """By name the output of several commands that run one after the other on one
+    pseudo-terminal."""
     if sys.platform == "win32":
         pytest.skip("no pseudo-terminals")
     import pty
 
-    model, trace = make_model("llama"), tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    model = make_model("llama")
+    trace = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     hostile = ("-t", save(model, tmp_path_factory.mktemp("hostile"), make_tokenizer(CONTROLS)))
     usual = ["generate", *pair, "-m", "sd", "--ignore-eos", "-n", "30", PROMPT]
-    random = ["generate", *hostile, "--ignore-eos", "-n", "60", "--temperature", "50", "--seed", "1", "-m", "lookup", "abc"]
+    random = [
+        "generate",
+        *hostile,
+        "--ignore-eos",
+        "-n",
+        "60",
+        "--temperature",
+        "50",
+        "--seed",
+        "1",
+        "-m",
+        "lookup",
+        "abc",
+    ]
     scenes: dict[str, tuple[int, dict[str, str], list[str]]] = {
         "colours": (100, {}, usual),
         "no colours": (120, {"NO_COLOR": "1"}, usual),
@@ -57,14 +74,23 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
         "error without colours": (60, {}, ["generate", "-m", "sivp", "--no-color", "hi"]),
     }
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "COLORFGBG", "SPECGEN_THEME")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("COLUMNS", "LINES", "COLORFGBG", "SPECGEN_THEME")
     }
     environment |= {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", _SCENES, json.dumps(scenes)]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    typed = ["Where is Oslo?", "/method nosuch", "/nosuch", "/method sd:k=2", "/rounds", "And where\\"]
+    typed = [
+        "Where is Oslo?",
+        "/method nosuch",
+        "/nosuch",
+        "/method sd:k=2",
+        "/rounds",
+        "And where\\",
+    ]
     typed += ["\x1b[200~is\n/Lima?\x1b[201~", "/reset", "hi", "/quit"]
     os.write(ours, "".join(f"{line}\n" for line in typed).encode())
     seen = bytearray()
@@ -73,8 +99,13 @@ def screens(pair: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
     os.close(ours)
     assert process.wait(timeout=60) == 0
     parts = re.split(r"<<([a-z0-9 ]+) ended with (\d+)>>", seen.decode())
-    assert dict(zip(parts[1::3], parts[2::3], strict=True)) == {name: "2" if "error" in name else "0" for name in scenes}
-    seen_in = {name: text.replace("\r\n", "\n") for name, text in zip(parts[1::3], parts[::3], strict=False)}
+    assert dict(zip(parts[1::3], parts[2::3], strict=True)) == {
+        name: "2" if "error" in name else "0" for name in scenes
+    }
+    seen_in = {
+        name: text.replace("\r\n", "\n")
+        for name, text in zip(parts[1::3], parts[::3], strict=False)
+    }
     return seen_in | {"trace": trace.read_text(encoding="utf-8")}
 
 
@@ -97,7 +128,10 @@ def plain(screen: str) -> str:
 def styles(screen: str) -> dict[str, list[str]]:
     """The pieces of text by their ANSI codes."""
     pieces = re.findall(r"\x1b\[([0-9;]+)m([^\x1b]+)\x1b\[0m", screen)
-    return {code: [text for _, text in group] for code, group in groupby(sorted(pieces), key=lambda piece: str(piece[0]))}
+    return {
+        code: [text for _, text in group]
+        for code, group in groupby(sorted(pieces), key=lambda piece: str(piece[0]))
+    }
 
 
 def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> None:
@@ -111,13 +145,16 @@ def test_accepted_text_is_green_on_a_terminal(screens: Mapping[str, str]) -> Non
 
 def test_no_color_keeps_the_underline(screens: Mapping[str, str]) -> None:
     shown = after_loading(screens["no colours"])
-    assert plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
+    assert (
+        plain(shown).splitlines()[:-1] == plain(after_loading(screens["colours"])).splitlines()[:-1]
+    )
     assert set(styles(shown)) <= {"1", "2", "4"}
     assert "".join(styles(shown)["4"])
 
 
 def test_token_statuses_differ_in_colour_and_in_attributes(screens: Mapping[str, str]) -> None:
-    coloured, mono = styles(after_loading(screens["rounds"])), styles(after_loading(screens["rounds without colours"]))
+    coloured = styles(after_loading(screens["rounds"]))
+    mono = styles(after_loading(screens["rounds without colours"]))
     assert "accepted" in coloured["32"]
     assert "rejected" in coloured["9;31"]
     assert "discarded" in coloured["2"]
@@ -128,7 +165,9 @@ def test_token_statuses_differ_in_colour_and_in_attributes(screens: Mapping[str,
 
 
 @pytest.mark.parametrize("screen", ["hostile", "hostile rounds"])
-def test_no_control_character_in_a_models_text_reaches_the_terminal(screens: Mapping[str, str], screen: str) -> None:
+def test_no_control_character_in_a_models_text_reaches_the_terminal(
+    screens: Mapping[str, str], screen: str
+) -> None:
     shown = plain(after_loading(screens[screen]))
     assert "␛[" in shown
     assert "␇�" in shown
@@ -136,7 +175,10 @@ def test_no_control_character_in_a_models_text_reaches_the_terminal(screens: Map
 
 
 def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -> None:
-    expected = "error: there is no method 'sivp'; did you mean svip?\n       All of them: specgen inspect --methods\n"
+    expected = (
+        "error: there is no method 'sivp'; did you mean svip?\n       All of "
+        "them: specgen inspect --methods\n"
+    )
     assert plain(screens["error"]) == expected
     assert styles(screens["error"]) == {"1;31": ["error:"]}
     assert styles(screens["error without colours"]) == {"1": ["error:"]}
@@ -144,11 +186,16 @@ def test_an_error_on_a_terminal_has_its_hint_below(screens: Mapping[str, str]) -
 
 def test_a_conversation_keeps_its_turns_and_obeys_commands(screens: Mapping[str, str]) -> None:
     lines = [json.loads(line) for line in screens["trace"].splitlines()]
-    starts, ends = ([line for line in lines if line["type"] == kind] for kind in ("start", "summary"))
+    starts, ends = (
+        [line for line in lines if line["type"] == kind] for kind in ("start", "summary")
+    )
     assert [start["method"] for start in starts] == ["adaptive", "sd", "sd"]
     assert starts[1]["settings"]["k"] == 2
-    assert all(start["sampling"]["max_new_tokens"] == LARGEST for start in starts), "answers end when the model ends them"
-    first, answer = starts[0]["prompt_text"], ends[0]["text"].strip()
+    assert all(start["sampling"]["max_new_tokens"] == LARGEST for start in starts), (
+        "answers end when the model ends them"
+    )
+    first = starts[0]["prompt_text"]
+    answer = ends[0]["text"].strip()
     assert "Norway" in answer
     assert starts[1]["prompt_text"].startswith(f"{first} {answer}\nUser: And where\nis\n/Lima?")
     assert "Oslo" not in starts[2]["prompt_text"]

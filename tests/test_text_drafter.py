@@ -1,4 +1,5 @@
-"""Drafts by way of their text: a drafter that knows the coming text, of any tokenizer, and what its drafts become."""
+"""Drafts by way of their text: a drafter that knows the coming text, of any tokenizer, and what its
+drafts become."""
 
 from __future__ import annotations
 
@@ -48,13 +49,20 @@ class Script:
     device = torch.device("cpu")
 
     def __init__(self, ids: Sequence[int], vocab_size: int) -> None:
-        self.ids, self.vocab_size, self.num_embeddings = ids, vocab_size, vocab_size
+        self.ids = ids
+        self.vocab_size = vocab_size
+        self.num_embeddings = vocab_size
 
     def next_token(self, ids: Sequence[int]) -> int:
         return self.ids[min(len(ids), len(self.ids) - 1)]
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
         assert context.ids, "a model can run no empty context"
         rows = torch.full((len(draft) + 1 - start, self.vocab_size), -10.0)
@@ -64,25 +72,33 @@ class Script:
 
 
 class Oracle(Script):
-    """A draft model that continues any prefix of `text` with the text that follows, in tokens of its own.
+    """A draft model that continues any prefix of `text` with the text that follows, in tokens of
+    its own.
 
     It errs after each prefix whose length is a multiple of `errs`.
     """
 
     def __init__(self, tokenizer: Tokenizer, text: str, errs: int = 10_000) -> None:
         super().__init__([], max(tokenizer.vocabulary().values()) + 1)
-        self._tokenizer, self._text, self._errs = tokenizer, text, errs
+        self._tokenizer = tokenizer
+        self._text = text
+        self._errs = errs
         self._all = [*tokenizer.opening, *tokenizer.encode(text, special=False)]
 
     def next_token(self, ids: Sequence[int]) -> int:
         tokenizer = self._tokenizer
         pieces = list(map(tokenizer.detokenizer(()).push, ids))
         said = "".join(pieces)
-        part = next((number for number, piece in enumerate(reversed(pieces)) if piece), 0)  # tokens of a character
+        # tokens of a character
+        part = next((number for number, piece in enumerate(reversed(pieces)) if piece), 0)
         if len(said) % self._errs == self._errs - 1:
             return tokenizer.encode("a", special=False)[-1]
         if not self._text.startswith(said):  # its tokens do not keep all spaces
-            known = [*self._all, *tokenizer.encode("a", special=False)] if list(ids) == self._all[: len(ids)] else []
+            known = (
+                [*self._all, *tokenizer.encode("a", special=False)]
+                if list(ids) == self._all[: len(ids)]
+                else []
+            )
             return [*known, *tokenizer.encode("a", special=False)][len(ids) if known else 0]
         rest = tokenizer.encode_after(said[-20:], self._text[len(said) :]) or tokenizer.encode(
             self._text[len(said) :], special=False
@@ -91,18 +107,35 @@ class Oracle(Script):
 
 
 def run_of(
-    target: Tokenizer, draft: Tokenizer, ids: Sequence[int], prompt: int, runner: Any, eos: Sequence[int] = (), **settings: object
+    target: Tokenizer,
+    draft: Tokenizer,
+    ids: Sequence[int],
+    prompt: int,
+    runner: Any,
+    eos: Sequence[int] = (),
+    **settings: object,
 ) -> Run:
     """A run whose target says `ids`, of which the first `prompt` are the prompt."""
     sampling = SamplingParams(max_new_tokens=len(ids) - prompt)
     script = Script(ids, max(target.vocabulary().values()) + 1)
     settings = {"translation": "text", "k": 4, **settings}
-    return scripted_run("sd", settings, script, runner, sampling, eos=eos, prompt=ids[:prompt], tokenizers=(target, draft))
+    return scripted_run(
+        "sd",
+        settings,
+        script,
+        runner,
+        sampling,
+        eos=eos,
+        prompt=ids[:prompt],
+        tokenizers=(target, draft),
+    )
 
 
 def accepted(rounds: Sequence[Round]) -> float:
     """The share of the drafted tokens that were accepted."""
-    return sum(len(round_.verdict.path) for round_ in rounds) / max(1, sum(len(round_.draft.tokens) for round_ in rounds))
+    return sum(len(round_.verdict.path) for round_ in rounds) / max(
+        1, sum(len(round_.draft.tokens) for round_ in rounds)
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,34 +152,55 @@ def accepted(rounds: Sequence[Round]) -> float:
         ("byte-level", "lower case", 0.0),
     ],
 )
-def test_a_draft_that_knows_the_text_is_accepted(tokenizer_of: TokenizerOf, target: str, draft: str, least: float) -> None:
-    """Whatever both tokenizers are. Tokens at a draft's end may be rejected: text that follows would change them."""
-    ours, theirs = tokenizer_of(target), tokenizer_of(draft)
+def test_a_draft_that_knows_the_text_is_accepted(
+    tokenizer_of: TokenizerOf, target: str, draft: str, least: float
+) -> None:
+    """Whatever both tokenizers are. Tokens at a draft's end may be rejected: text that follows
+    would change them."""
+    ours = tokenizer_of(target)
+    theirs = tokenizer_of(draft)
     ids = ours.encode(TEXT)
     rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT)).rounds())
     assert ids_of(rounds) == ids[6:]
     assert accepted(rounds) >= least
 
 
-@pytest.mark.parametrize(("draft", "least"), [("other merges", 0.5), ("first", 0.4), ("word piece", 0.1)])
-def test_tokens_that_are_not_the_texts_usual_ones(tokenizer_of: TokenizerOf, draft: str, least: float) -> None:
-    """The target may split a word, or a character, anywhere. Drafts continue there, and a draft that errs changes nothing."""
-    ours, theirs, rng = tokenizer_of("byte-level"), tokenizer_of(draft), Random(0)
+@pytest.mark.parametrize(
+    ("draft", "least"), [("other merges", 0.5), ("first", 0.4), ("word piece", 0.1)]
+)
+def test_tokens_that_are_not_the_texts_usual_ones(
+    tokenizer_of: TokenizerOf, draft: str, least: float
+) -> None:
+    """The target may split a word, or a character, anywhere. Drafts continue there, and a draft
+    that errs changes nothing."""
+    ours = tokenizer_of("byte-level")
+    theirs = tokenizer_of(draft)
+    rng = Random(0)
     of_byte = token_bytes(ours).ids
     ids = list[int]()
     for word in TEXT.split(" "):
         spaced = " " * bool(ids) + word
-        ids += ours.encode(spaced, special=False) if rng.random() < 0.8 else [of_byte[bytes([byte])] for byte in spaced.encode()]
+        ids += (
+            ours.encode(spaced, special=False)
+            if rng.random() < 0.8
+            else [of_byte[bytes([byte])] for byte in spaced.encode()]
+        )
     rounds = list(run_of(ours, theirs, ids, 6, Oracle(theirs, TEXT, errs=19)).rounds())
     assert ids_of(rounds) == ids[6:]
     assert accepted(rounds) >= least
 
 
 def test_the_drafts_context_only_grows_and_is_the_texts_encoding(tokenizer_of: TokenizerOf) -> None:
-    for target, draft in (("byte-level", "prepend"), ("with bos", "other merges"), ("first", "with bos")):
-        ours, theirs = tokenizer_of(target), tokenizer_of(draft)
+    for target, draft in (
+        ("byte-level", "prepend"),
+        ("with bos", "other merges"),
+        ("first", "with bos"),
+    ):
+        ours = tokenizer_of(target)
+        theirs = tokenizer_of(draft)
         text, texts = TEXT * 3, RetokenizedContext(ours, theirs)
-        context, known = Context((ids := ours.encode(text))[:2]), list[int]()
+        context = Context((ids := ours.encode(text))[:2])
+        known = list[int]()
         for token in ids[2:]:
             texts.follow(context)
             assert texts.context.ids[: len(known)] == known
@@ -157,16 +211,28 @@ def test_the_drafts_context_only_grows_and_is_the_texts_encoding(tokenizer_of: T
         assert len(texts.tail) < 150
         assert [*texts.context.ids, *texts.tail] == theirs.encode(text)
         texts.follow(Context(ids[:20]))
-        assert [*texts.context.ids, *texts.tail] == theirs.encode(text[: len(ours.text_of(ids[:20]).lstrip())])[
-            : len(texts.tail) + len(texts.context)
-        ]
+        assert [*texts.context.ids, *texts.tail] == theirs.encode(
+            text[: len(ours.text_of(ids[:20]).lstrip())]
+        )[: len(texts.tail) + len(texts.context)]
 
 
 def test_special_tokens_become_the_drafts(tokenizer_of: TokenizerOf) -> None:
-    ours, theirs = tokenizer_of("with bos"), tokenizer_of("first")
+    ours = tokenizer_of("with bos")
+    theirs = tokenizer_of("first")
     bos, eos, user = (ours.vocabulary()[name] for name in ("<s>", "</s>", "<|user|>"))
     texts = RetokenizedContext(ours, theirs)
-    texts.follow(Context([bos, *ours.encode("The dog", special=False), eos, bos, user, *ours.encode(" is", special=False)]))
+    texts.follow(
+        Context(
+            [
+                bos,
+                *ours.encode("The dog", special=False),
+                eos,
+                bos,
+                user,
+                *ours.encode(" is", special=False),
+            ]
+        )
+    )
     found = [*texts.context.ids, *texts.tail]
     first = [*theirs.opening, *theirs.encode("The dog", special=False), theirs.eos_id]
     assert theirs.opening == [1]
@@ -175,7 +241,8 @@ def test_special_tokens_become_the_drafts(tokenizer_of: TokenizerOf) -> None:
 
 
 def test_a_draft_that_ends_the_text_ends_it_in_the_targets_token(tokenizer_of: TokenizerOf) -> None:
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("word piece")
+    ours = tokenizer_of("byte-level")
+    theirs = tokenizer_of("word piece")
     assert ours.eos_id is not None
     ids = [*ours.encode("The quick dog jumps"), ours.eos_id]
 
@@ -183,7 +250,9 @@ def test_a_draft_that_ends_the_text_ends_it_in_the_targets_token(tokenizer_of: T
         def next_token(self, ids: Sequence[int]) -> int:
             return self._all[len(ids)] if len(ids) < len(self._all) else theirs.eos_id or 0
 
-    run = run_of(ours, theirs, [*ids, 5, 5], 2, Ends(theirs, "The quick dog jumps"), eos=[ours.eos_id], k=20)
+    run = run_of(
+        ours, theirs, [*ids, 5, 5], 2, Ends(theirs, "The quick dog jumps"), eos=[ours.eos_id], k=20
+    )
     last = list(run.rounds())[-1]
     assert (run.finish_reason, run.context.ids) == ("eos", ids)
     assert (last.draft.tokens[-1], last.draft.stop_reason) == (ours.eos_id, "eos")
@@ -191,7 +260,8 @@ def test_a_draft_that_ends_the_text_ends_it_in_the_targets_token(tokenizer_of: T
 
 def test_limits(tokenizer_of: TokenizerOf) -> None:
     """The run's limit counts the target's tokens, the draft's context limit its own."""
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
+    ours = tokenizer_of("byte-level")
+    theirs = tokenizer_of("other merges")
     ids = ours.encode(TEXT)
     short = Oracle(theirs, TEXT)
     short.context_limit = 70
@@ -199,13 +269,19 @@ def test_limits(tokenizer_of: TokenizerOf) -> None:
     assert ids_of(rounds) == ids[6:]
     assert rounds[1].draft.tokens
     assert not rounds[-1].draft.tokens
-    assert not any(round_.draft.tokens for round_ in rounds if len(theirs.encode(ours.text_of(ids[: 6 + round_.index]))) > 70)
+    assert not any(
+        round_.draft.tokens
+        for round_ in rounds
+        if len(theirs.encode(ours.text_of(ids[: 6 + round_.index]))) > 70
+    )
 
 
 def letters(pieces: Sequence[str]) -> str:
     """A tokenizer of these texts; those of several characters are merged."""
     merges = [(piece[:-1], piece[-1]) for piece in pieces if len(piece) > 1]
-    pipeline = Pipeline(models.BPE(vocab={piece: id_ for id_, piece in enumerate(pieces)}, merges=merges))
+    pipeline = Pipeline(
+        models.BPE(vocab={piece: id_ for id_, piece in enumerate(pieces)}, merges=merges)
+    )
     pipeline.decoder = decoders.Fuse()
     text: str = pipeline.to_str()
     return text
@@ -220,15 +296,24 @@ def letters(pieces: Sequence[str]) -> str:
     ],
 )
 def test_samples_have_the_targets_distribution(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: tuple[list[str], list[str]], limit: int, warp: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: tuple[list[str], list[str]],
+    limit: int,
+    warp: dict[str, Any],
 ) -> None:
-    """By enumeration. The target may say `a`, `b` where the usual token is `ab`; drafts have several tokens."""
+    """By enumeration. The target may say `a`, `b` where the usual token is `ab`; drafts have
+    several tokens."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     of_target, of_draft = (
-        load(write(tmp_path / str(number), letters(each), settings, LLAMA)) for number, each in enumerate(pieces)
+        load(write(tmp_path / str(number), letters(each), settings, LLAMA))
+        for number, each in enumerate(pieces)
     )
-    case = Case("sd", {"translation": "text", "k": 3}, limit, (len(pieces[0]), len(pieces[1])), warp)
-    drafted, propose = list[int](), TextDrafter.propose
+    case = Case(
+        "sd", {"translation": "text", "k": 3}, limit, (len(pieces[0]), len(pieces[1])), warp
+    )
+    drafted = list[int]()
+    propose = TextDrafter.propose
 
     def counted(self: TextDrafter, *arguments: Any) -> Any:
         found = propose(self, *arguments)
@@ -241,12 +326,16 @@ def test_samples_have_the_targets_distribution(
 
 
 def test_what_the_draft_model_cannot_read_gets_no_draft(tokenizer_of: TokenizerOf) -> None:
-    """Its tokenizer may have more tokens than it has embeddings, or put none before a text of a part of a character."""
-    ours, theirs = tokenizer_of("byte-level"), tokenizer_of("other merges")
+    """Its tokenizer may have more tokens than it has embeddings, or put none before a text of a
+    part of a character."""
+    ours = tokenizer_of("byte-level")
+    theirs = tokenizer_of("other merges")
     narrow = Oracle(theirs, TEXT)
     narrow.num_embeddings = max([*theirs.opening, *theirs.encode("T", special=False)]) + 1
     drafter = TextDrafter(Setup(narrow), ours, theirs)  # type: ignore[arg-type]
     for text, count in (("T", 1), ("The quick dog", 0)):
         assert bool(drafter.propose(Context(ours.encode(text)), Fixed(4), 4).tokens) == count
     drafter = TextDrafter(Setup(Oracle(ours, TEXT)), ours, ours)  # type: ignore[arg-type]
-    assert not drafter.propose(Context(ours.encode("\N{SNOWMAN}", special=False)[:1]), Fixed(4), 4).tokens
+    assert not drafter.propose(
+        Context(ours.encode("\N{SNOWMAN}", special=False)[:1]), Fixed(4), 4
+    ).tokens

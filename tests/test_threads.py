@@ -1,4 +1,5 @@
-"""Threads that share a pair of models: calls wait for one another, and unfinished runs keep nobody waiting."""
+"""Threads that share a pair of models: calls wait for one another, and unfinished runs keep nobody
+waiting."""
 
 from __future__ import annotations
 
@@ -39,9 +40,13 @@ def settings_of(method: str) -> dict[str, Any]:
 
 
 def at_once(work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls `work` in threads of their own, with one argument each, and returns the results in order."""
+    """Calls `work` in threads of their own, with one argument each, and returns the results in
+    order."""
     with ThreadPoolExecutor(len(arguments)) as threads:
-        return [future.result(LONGEST) for future in [threads.submit(work, argument) for argument in arguments]]
+        return [
+            future.result(LONGEST)
+            for future in [threads.submit(work, argument) for argument in arguments]
+        ]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -76,7 +81,9 @@ def test_an_unfinished_run_keeps_no_thread_waiting(slow: Pair, method: str) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_unfinished_run_that_is_dropped_while_another_thread_has_the_turn_waits_for_nothing(near: Pair, method: str) -> None:
+def test_an_unfinished_run_that_is_dropped_while_another_thread_has_the_turn_waits_for_nothing(
+    near: Pair, method: str
+) -> None:
     rounds: Any = near.rounds(PROMPTS[0], method, SAMPLING, **settings_of(method))
     list(islice(rounds, 2))
     with ThreadPoolExecutor(1) as thread:
@@ -98,7 +105,8 @@ def test_what_was_dropped_is_closed_at_the_beginning_of_the_next_turn() -> None:
         finally:
             ended.append(True)
 
-    turns, rounds = Turns(), cast("Generator[Any]", unfinished())
+    turns = Turns()
+    rounds = cast("Generator[Any]", unfinished())
     next(rounds)
     with ThreadPoolExecutor(1) as thread, turns:
         thread.submit(turns.close, rounds).result(LONGEST)

@@ -1,4 +1,5 @@
-"""The bytes of tokens, the translation between two vocabularies, and kappa, the share of tokens that are one token in both."""
+"""The bytes of tokens, the translation between two vocabularies, and kappa, the share of tokens
+that are one token in both."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 @cache
 def tokenizer(kind: str, folder: Path) -> Tokenizer:
     declared = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    return load(write(folder / kind, byte_level() if kind == "byte-level" else metaspace(kind), NAMED | declared, LLAMA))
+    return load(
+        write(
+            folder / kind,
+            byte_level() if kind == "byte-level" else metaspace(kind),
+            NAMED | declared,
+            LLAMA,
+        )
+    )
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +61,13 @@ def test_the_bytes_of_encoded_text_are_the_text(kind: str, folder: Path) -> None
         text = text.replace("\u2581", " ")  # SentencePiece cannot tell its mark from a space
         ids = plain(found, text)
         expected = " " + text if kind in ("first", "prepend") and text else text
-        accepted = {expected, text} if text.startswith(" ") else {expected}  # `first` adds none before a space
+        # `first` adds none before a space
+        accepted = {expected, text} if text.startswith(" ") else {expected}
         assert tokens.of_ids(ids).decode() in accepted, text
         if kind != "prepend":
-            assert all(tokens.ids[piece] == id_ for id_ in ids if (piece := tokens.pieces[id_]) is not None)
+            assert all(
+                tokens.ids[piece] == id_ for id_ in ids if (piece := tokens.pieces[id_]) is not None
+            )
     assert tokens.special == {"bos": 1, "eos": 2, "unk": 0}
     assert tokens.names[2] == "</s>"
     assert tokens.pieces[2] is None
@@ -64,12 +75,17 @@ def test_the_bytes_of_encoded_text_are_the_text(kind: str, folder: Path) -> None
 
 def test_of_two_tokens_with_the_same_bytes_the_emitted_one_counts(folder: Path) -> None:
     found = tokenizer("first", folder)
-    tokens, vocabulary = token_bytes(found), found.vocabulary()
+    tokens = token_bytes(found)
+    vocabulary = found.vocabulary()
     assert tokens.pieces[vocabulary["<0x6F>"]] == tokens.pieces[vocabulary["o"]] == b"o"
     assert tokens.ids[b"o"] == vocabulary["o"]
     translation = Translation(tokenizer("byte-level", folder), found)
     of_target = tokenizer("byte-level", folder).vocabulary()["o"]
-    assert translation.draft_to_target[vocabulary["<0x6F>"]] == translation.draft_to_target[vocabulary["o"]] == of_target
+    assert (
+        translation.draft_to_target[vocabulary["<0x6F>"]]
+        == translation.draft_to_target[vocabulary["o"]]
+        == of_target
+    )
     assert translation.target_to_draft[of_target] == vocabulary["o"]
 
 
@@ -89,7 +105,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "reason"), REFUSED)
-def test_tokenizers_without_bytes_are_refused(make: Callable[[], str], reason: str, tmp_path: Path) -> None:
+def test_tokenizers_without_bytes_are_refused(
+    make: Callable[[], str], reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(NoTokenBytes, match=reason):
         token_bytes(load(write(tmp_path, make(), {}, LLAMA)))
 
@@ -118,11 +136,16 @@ def test_every_token_is_spelled_with_its_bytes(target: str, draft: str, folder: 
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(text=st.text(st.sampled_from("ab \n\tThe quick12\u00e9\u65e5\U0001f600(.")))
-def test_prompts_are_translated_as_the_draft_would_encode_them(target: str, draft: str, folder: Path, text: str) -> None:
+def test_prompts_are_translated_as_the_draft_would_encode_them(
+    target: str, draft: str, folder: Path, text: str
+) -> None:
     made = translation(target, draft, folder)
-    assume(target != "first" or not text.startswith(" "))  # its tokens do not tell whether there was a space
+    # its tokens do not tell whether there was a space
+    assume(target != "first" or not text.startswith(" "))
     ids = tokenizer(target, folder).encode(text)
     assert made.prompt(ids) == tokenizer(draft, folder).encode(text)
     later = made.prompt(tokenizer(target, folder).encode(f"{text}</s>{text}"))
@@ -134,7 +157,14 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
     pipeline = Pipeline.from_str(byte_level())
     pipeline.add_special_tokens([AddedToken("<turn>", special=True)])
     pipeline.add_tokens([AddedToken("\n\n\n", normalized=False)])
-    target = load(write(tmp_path, pipeline.to_str(), NAMED | {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA))
+    target = load(
+        write(
+            tmp_path,
+            pipeline.to_str(),
+            NAMED | {"tokenizer_class": "PreTrainedTokenizerFast"},
+            LLAMA,
+        )
+    )
     draft = tokenizer("first", folder)
     made = Translation(target, draft)
     ids = target.encode("<turn>The\n\n\ndog</s>fox")
@@ -145,24 +175,39 @@ def test_special_tokens_that_the_draft_lacks_are_text(folder: Path, tmp_path: Pa
 
 
 def pieces(folder: Path, *longer: str) -> Tokenizer:
-    """A byte-level tokenizer of single characters and of longer tokens, each of which is merged left to right."""
+    """A byte-level tokenizer of single characters and of longer tokens, each of which is merged
+    left to right."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     marked = [token.replace(" ", "Ġ") for token in longer]
     vocabulary = {token: id_ for id_, token in enumerate([*alphabet, *marked])}
-    pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=[(token[:-1], token[-1]) for token in marked]))
+    pipeline = Pipeline(
+        models.BPE(vocab=vocabulary, merges=[(token[:-1], token[-1]) for token in marked])
+    )
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
-    return load(write(folder, pipeline.to_str(), {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA))
+    return load(
+        write(folder, pipeline.to_str(), {"tokenizer_class": "PreTrainedTokenizerFast"}, LLAMA)
+    )
 
 
 def test_kappa_against_a_count_by_hand(tmp_path: Path) -> None:
-    """`the cat sat` ten times: the target's tokens are `the`, ` c`, `a`, `t`, ` `, `s`, `a`, `t` (after the first: ` the`)."""
+    """`the cat sat` ten times: the target's tokens are `the`, ` c`, `a`, `t`, ` `, `s`, `a`, `t`
+    (after the first: ` the`)."""
     target = pieces(tmp_path / "target", "th", "the", " c")
     draft = pieces(tmp_path / "draft", "th", "the", "sa", "sat", "at")
     text = "the cat sat"
-    assert [draft.text_of([token]) for token in draft.encode(text, special=False)] == ["the", " ", "c", "at", " ", "sat"]
+    assert [draft.text_of([token]) for token in draft.encode(text, special=False)] == [
+        "the",
+        " ",
+        "c",
+        "at",
+        " ",
+        "sat",
+    ]
     found = token_overlap(target, draft, [text] * 4)
-    assert (found.covered, found.tokens, found.is_output) == (4 * 2, 4 * 8, False), "`the` and the second space"
+    assert (found.covered, found.tokens, found.is_output) == (4 * 2, 4 * 8, False), (
+        "`the` and the second space"
+    )
     assert found.kappa == 0.25
     assert found.expected_run == pytest.approx(1 / 3)
     assert found.is_low
@@ -195,11 +240,15 @@ def specgen_(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
     return call
 
 
-def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_prices_the_overlap(
+    folders: Folders, specgen_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As measured. What it shows without measuring is in `golden/pair.txt`."""
     monkeypatch.setattr(overlaps, "LOW", 0.99)
     pair = ("inspect", "-t", folders("byte-level"), "-d", folders("other merges"))
-    monkeypatch.setattr(pair_inspection, "time_passes", lambda _, widths, length: dict.fromkeys(widths, 0.01))
+    monkeypatch.setattr(
+        pair_inspection, "time_passes", lambda _, widths, length: dict.fromkeys(widths, 0.01)
+    )
     monkeypatch.setattr(pair_inspection, "measure_parallel", lambda *_: None)
     out, _ = specgen_(*pair, "--measure")
     assert "of the tokens of the target's output are one token in both (kappa)" in out
@@ -211,8 +260,11 @@ def test_inspect_prices_the_overlap(folders: Folders, specgen_: Run, monkeypatch
     assert line["measured"]["at_kappa"]["speedup"] < 1
 
 
-def test_what_works_without_token_bytes_runs_and_the_rest_says_why(folders: Folders, specgen_: Run, tmp_path: Path) -> None:
-    """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a draft model."""
+def test_what_works_without_token_bytes_runs_and_the_rest_says_why(
+    folders: Folders, specgen_: Run, tmp_path: Path
+) -> None:
+    """Of a draft with a WordPiece tokenizer, drafts by way of their text; and methods without a
+    draft model."""
     pair = ("-t", folders("byte-level"), "-d", folders("word piece"), "-n", "8")
     prompts = tmp_path / "prompts.yaml"
     prompts.write_text("prompts: [{prompt: the quick dog}]", encoding="utf-8")
@@ -220,13 +272,31 @@ def test_what_works_without_token_bytes_runs_and_the_rest_says_why(folders: Fold
     generate = ("generate", "the quick", *pair)
     for command in (generate, (*generate, "-m", "sd"), (*compare, "sd:k=2")):
         (line,) = specgen_(*command, code=2)[1].splitlines()
-        for part in ("their tokens cannot be translated", "WordPiece", "sd:translation=text", "-m lookup"):
+        for part in (
+            "their tokens cannot be translated",
+            "WordPiece",
+            "sd:translation=text",
+            "-m lookup",
+        ):
             assert part in line
     found = parsed(specgen_(*compare, "sd,sd:translation=text,pearl,adaptive,lookup", "--json")[0])
     lines = {line["method"]: line for line in found}
     assert [lines[name]["identical"] for name in ("ar", "sd:translation=text", "lookup")] == [1] * 3
-    assert all("tokens cannot be translated" in lines[name]["error"] for name in ("sd", "pearl", "adaptive"))
-    tune = ("tune", *pair, "--prompts", str(prompts), "--budget", "5", "--out", str(tmp_path / "out"), "--methods")
+    assert all(
+        "tokens cannot be translated" in lines[name]["error"]
+        for name in ("sd", "pearl", "adaptive")
+    )
+    tune = (
+        "tune",
+        *pair,
+        "--prompts",
+        str(prompts),
+        "--budget",
+        "5",
+        "--out",
+        str(tmp_path / "out"),
+        "--methods",
+    )
     (tuned,) = parsed(specgen_(*tune, "sd,lookup", "--json")[0])
     assert "lookup" in tuned["predicted"]
     assert "tokens cannot be translated" in tuned["left_out"]["sd"]

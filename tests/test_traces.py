@@ -1,4 +1,5 @@
-"""Traces read back, and the figures of a trace: each computed a second time, in another way, or by hand."""
+"""Traces read back, and the figures of a trace: each computed a second time, in another way, or by
+hand."""
 
 from __future__ import annotations
 
@@ -39,13 +40,21 @@ def statistics_of(*runs: TracedRun) -> TraceStatistics:
 # ------------------------------------------------------------------ reading
 
 
-def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tmp_path: Path) -> None:
-    path, expected = tmp_path / "trace.jsonl", []
+def test_what_was_written_comes_back_round_for_round(
+    demo_pair: specgen.Pair, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    expected = []
     with closing(TraceWriter(path)) as file:
         for method in ("svip", "ar", "beta-ts"):
-            request = demo_pair.request("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True))
+            request = demo_pair.request(
+                "def add(a, b):", method, specgen.SamplingParams(max_new_tokens=30, ignore_eos=True)
+            )
             decoding = demo_pair.run(request)
-            start = writing.start_line(demo_pair, request, decoding) | {"prompt_index": 4, "category": "code"}
+            start = writing.start_line(demo_pair, request, decoding) | {
+                "prompt_index": 4,
+                "category": "code",
+            }
             rounds = list(decoding.rounds())
             figures = Figures(method, rounds).as_dict("text", "length")
             lines = (writing.round_line(round_, demo_pair.tokenizer.text_of) for round_ in rounds)
@@ -59,16 +68,30 @@ def test_what_was_written_comes_back_round_for_round(demo_pair: specgen.Pair, tm
             for name in ("index", "mode", "verdict", "statuses", "seconds", "policy_state"):
                 assert getattr(traced.round, name) == getattr(round_, name)
             assert list(traced.round.draft.entropies) == list(round_.draft.entropies)
-            assert traced.draft_texts == tuple(demo_pair.tokenizer.text_of([token]) for token in round_.draft.tokens)
+            assert traced.draft_texts == tuple(
+                demo_pair.tokenizer.text_of([token]) for token in round_.draft.tokens
+            )
     assert run.end == path.stat().st_size
 
 
 def test_trees_come_back_with_the_path_that_was_accepted(tmp_path: Path) -> None:
-    tree = traces.round_line(1, (1, 2, 1, 3, 3, 5), 0, 9, "correction", parents=[-1, -1, -1, 0, 2, 4], accepted_ids=[1, 3, 5])
+    tree = traces.round_line(
+        1,
+        (1, 2, 1, 3, 3, 5),
+        0,
+        9,
+        "correction",
+        parents=[-1, -1, -1, 0, 2, 4],
+        accepted_ids=[1, 3, 5],
+    )
     (run,) = read(tmp_path, traces.start_line(), traces.round_line(0), tree)
     round_ = run.rounds[1].round
     assert round_.verdict.path == (2, 4, 5)  # not by way of node 0, which holds the same token
-    assert round_.statuses[:3] == (TokenStatus.DISCARDED, TokenStatus.DISCARDED, TokenStatus.ACCEPTED)
+    assert round_.statuses[:3] == (
+        TokenStatus.DISCARDED,
+        TokenStatus.DISCARDED,
+        TokenStatus.ACCEPTED,
+    )
 
 
 def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
@@ -77,7 +100,8 @@ def test_lines_of_earlier_and_later_versions_are_read(tmp_path: Path) -> None:
     first["seconds"] |= {"other": 1.0, "waiting": 2.0}
     second |= {"overlap": [0.5, 1, None], "kl": [0, 0, None]}
     (run,) = read(tmp_path, start | {"energy": None}, first, second, *rest)
-    round_, agreement = run.rounds[0].round, run.rounds[1].round.verdict.agreement
+    round_ = run.rounds[0].round
+    agreement = run.rounds[1].round.verdict.agreement
     assert (round_.seconds["other"], round_.policy_state) == (3.0, {"k": 3.0})
     assert (round_.target_passes, round_.draft.predicted) == (1, ())
     assert agreement is not None
@@ -113,12 +137,21 @@ def changed(position: int, **changes: Any) -> Change:
         (lambda lines: lines.pop(0), "line 1: a round comes before any start line"),
         (lambda lines: lines.pop(2), "line 3: this is round 2, where round 1 is expected"),
         (lambda lines: lines.append(lines[3]), "line 9: a round comes after the run's summary"),
-        (changed(2, draft_ids=[1, "x"]), "line 3: round.draft_ids.1: it has to be a valid integer (it is 'x')"),
+        (
+            changed(2, draft_ids=[1, "x"]),
+            "line 3: round.draft_ids.1: it has to be a valid integer (it is 'x')",
+        ),
         (changed(2, parents=[-1, 0]), "line 3: parents has 2 values for 3 drafted tokens"),
         (changed(2, parents=[-1, 5, 0]), "line 3: parents has 5 for node 1"),
-        (changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]), "line 3: accepted_ids has tokens that were not drafted"),
+        (
+            changed(2, parents=[-1, -1, -1], accepted_ids=[1, 2]),
+            "line 3: accepted_ids has tokens that were not drafted",
+        ),
         (changed(2, entropies=[1]), "line 3: entropies has 1 values for 3 drafted tokens"),
-        (changed(2, predicted=[0.5, 0.5]), "line 3: predicted has 2 values for 3 levels of drafted tokens"),
+        (
+            changed(2, predicted=[0.5, 0.5]),
+            "line 3: predicted has 2 values for 3 levels of drafted tokens",
+        ),
         (changed(7, finish_reason="tired"), "line 8: summary.finish_reason: "),
     ],
 )
@@ -136,22 +169,32 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: Change, named: str) -> No
 
 def test_acceptance_in_ranges_of_a_number_has_wilsons_interval() -> None:
     rng = np.random.default_rng(3)
-    numbers, accepted = rng.random(400), rng.random(400) < 0.7
+    numbers = rng.random(400)
+    accepted = rng.random(400) < 0.7
     bins = acceptance_bins([*zip(numbers, accepted, strict=True)], (0.0, 0.1, 0.5, 1.0), "mean")
     assert [each["low"] for each in bins] == [0.0, 0.1, 0.5]
     for each in bins:
         inside = (numbers >= each["low"]) & (numbers < each["high"])
-        wilson = stats.binomtest(int(accepted[inside].sum()), int(inside.sum())).proportion_ci(0.95, method="wilson")
+        wilson = stats.binomtest(int(accepted[inside].sum()), int(inside.sum())).proportion_ci(
+            0.95, method="wilson"
+        )
         found = (each["mean"], each["rate"], each["rate_low"], each["rate_high"])
-        assert found == pytest.approx((numbers[inside].mean(), accepted[inside].mean(), *wilson), abs=1e-5)
+        assert found == pytest.approx(
+            (numbers[inside].mean(), accepted[inside].mean(), *wilson), abs=1e-5
+        )
 
 
-def drafted(path: Path, *drafts: tuple[Sequence[float | None], int, dict[str, Any]]) -> TraceStatistics:
-    """The statistics of a trace with these drafts: entropies, number of accepted tokens, and changes to the round's line."""
+def drafted(
+    path: Path, *drafts: tuple[Sequence[float | None], int, dict[str, Any]]
+) -> TraceStatistics:
+    """The statistics of a trace with these drafts: entropies, number of accepted tokens, and
+    changes to the round's line."""
     rounds = [traces.round_line(0)]
     for index, (entropies, accepted, changes) in enumerate(drafts, 1):
         source = "bonus" if accepted == len(entropies) else "correction"
-        line = traces.round_line(index, [5] * len(entropies), accepted, 9, source, entropies=entropies)
+        line = traces.round_line(
+            index, [5] * len(entropies), accepted, 9, source, entropies=entropies
+        )
         rounds.append(line | changes)
     return statistics_of(*read(path, traces.start_line(), *rounds, traces.summary_line(rounds)))
 
@@ -161,7 +204,8 @@ def test_accepted_length_by_the_mean_entropy_of_verified_tokens(tmp_path: Path) 
     found = drafted(
         tmp_path,
         ([0.1, 0.2, 0.3], 3, {}),
-        ([0.1, 0.3, 0.5, 1.2, 9.0], 3, {}),  # the last token is discarded: (0.1 + 0.3 + 0.5 + 1.2) / 4
+        # the last token is discarded: (0.1 + 0.3 + 0.5 + 1.2) / 4
+        ([0.1, 0.3, 0.5, 1.2, 9.0], 3, {}),
         ([2.4], 0, {}),
         ([0.4, 0.4, 0.6, 0.6], 1, tree),  # node 0, and the first of its rejected children
         ([0.3, None, None], 0, {}),  # only the first was verified
@@ -170,7 +214,9 @@ def test_accepted_length_by_the_mean_entropy_of_verified_tokens(tmp_path: Path) 
     )
     drafts = [(0.2, 3), (0.525, 3), (2.4, 0), (0.5, 1), (0.3, 0)]
     assert [draft.accepted for draft in found.drafts] == [draft[1] for draft in drafts]
-    assert [draft.entropy for draft in found.drafts] == pytest.approx([draft[0] for draft in drafts])
+    assert [draft.entropy for draft in found.drafts] == pytest.approx(
+        [draft[0] for draft in drafts]
+    )
     bins = found.accepted_length_by_entropy()
     assert [(each["low"], each["drafts"], each["longest"]) for each in bins] == [
         (0.1, 1, 3),
@@ -178,39 +224,70 @@ def test_accepted_length_by_the_mean_entropy_of_verified_tokens(tmp_path: Path) 
         (0.5, 2, 3),
         (2, 1, 0),
     ]
-    assert found.length_correlation() == pytest.approx(np.corrcoef(*zip(*drafts, strict=True))[0, 1])
+    assert found.length_correlation() == pytest.approx(
+        np.corrcoef(*zip(*drafts, strict=True))[0, 1]
+    )
     assert drafted(tmp_path, ([0.1], 1, {}), ([0.3], 1, {})).length_correlation() is None
 
 
 def round_of(accepted: int, *, rejects: bool = False, mode: Mode = "post-verify") -> Round:
-    verdict = Verdict(tuple(range(accepted)), 9 if rejects else None, "correction" if rejects else None)
+    verdict = Verdict(
+        tuple(range(accepted)), 9 if rejects else None, "correction" if rejects else None
+    )
     return Round(1, mode, Draft.chain([7] * (accepted + rejects)), verdict)
 
 
 def runs_of(*outputs: Sequence[Round]) -> Any:
     runs = [[TracedRound(round_, ("",) * 9, None) for round_ in rounds] for rounds in outputs]
-    return statistics_of(*(TracedRun({"method": "pearl", "settings": {}}, 1, rounds) for rounds in runs)).runs_of_accepted()
+    return statistics_of(
+        *(TracedRun({"method": "pearl", "settings": {}}, 1, rounds) for rounds in runs)
+    ).runs_of_accepted()
 
 
 def test_runs_of_accepted_tokens_go_over_rounds_and_not_over_outputs() -> None:
-    """By hand: runs of 5, 0 and 1 tokens; 2 and 4 tokens more, which the ends of the two outputs cut short."""
+    """By hand: runs of 5, 0 and 1 tokens; 2 and 4 tokens more, which the ends of the two outputs
+    cut short."""
     first = [round_of(3), round_of(2, rejects=True), round_of(0, rejects=True), round_of(2)]
     runs = runs_of(first, [round_of(1, rejects=True), round_of(4)])
     assert list(complete_runs(first)) == [5, 0]
-    expected = {"complete": 3, "longest": 5, "mean": 2 + 1, "unfinished": 6, "alpha": 12 / 15, "expected": 1 / (1 - 12 / 15)}
-    assert runs == pytest.approx(expected | {"deviation": (14 / 3) ** 0.5, "expected_deviation": 0.8**0.5 / 0.2})
+    expected = {
+        "complete": 3,
+        "longest": 5,
+        "mean": 2 + 1,
+        "unfinished": 6,
+        "alpha": 12 / 15,
+        "expected": 1 / (1 - 12 / 15),
+    }
+    assert runs == pytest.approx(
+        expected | {"deviation": (14 / 3) ** 0.5, "expected_deviation": 0.8**0.5 / 0.2}
+    )
     assert runs_of([round_of(4), round_of(3)]) is None, "nothing was rejected"
     none = runs_of([round_of(0, rejects=True)] * 3)
-    assert [none[name] for name in ("alpha", "mean", "expected", "deviation", "expected_deviation")] == [0, 1, 1, 0, 0]
+    assert [
+        none[name] for name in ("alpha", "mean", "expected", "deviation", "expected_deviation")
+    ] == [0, 1, 1, 0, 0]
 
 
 def test_a_posterior_is_normal_or_beta_with_possible_parameters() -> None:
-    normals = [{"mean": mean, "deviation": deviation} for mean, deviation in ((0.6, 0.1), (0.95, 0.2), (1.1, 0.1), (0.5, -0.1))]
-    betas = [{"alpha": alpha, "beta": beta} for alpha, beta in ((5e-324, 1.0), (1.0, 1e25), (0.0, 1.0), (3.0, 2.0))]
+    normals = [
+        {"mean": mean, "deviation": deviation}
+        for mean, deviation in ((0.6, 0.1), (0.95, 0.2), (1.1, 0.1), (0.5, -0.1))
+    ]
+    betas = [
+        {"alpha": alpha, "beta": beta}
+        for alpha, beta in ((5e-324, 1.0), (1.0, 1e25), (0.0, 1.0), (3.0, 2.0))
+    ]
     states = [{"theta_hat": 0.7, "rounds": 0}, *normals, *betas]
-    rounds = [Round(index, "sequential", Draft(), Verdict(), policy_state=state) for index, state in enumerate(states)]
-    found = {each["round"]: (each["mean"], each["low"], each["high"]) for each in posteriors(rounds)}
+    rounds = [
+        Round(index, "sequential", Draft(), Verdict(), policy_state=state)
+        for index, state in enumerate(states)
+    ]
+    found = {
+        each["round"]: (each["mean"], each["low"], each["high"]) for each in posteriors(rounds)
+    }
     assert list(found) == [1, 2, 5, 6, 8]
     assert found[1] == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, 0.1)), abs=1e-5)
     assert found[2][2] == 1.0
-    assert found[8] == pytest.approx((0.6, *stats.norm.ppf((0.05, 0.95), 0.6, stats.beta(3, 2).std())), abs=1e-5)
+    assert found[8] == pytest.approx(
+        (0.6, *stats.norm.ppf((0.05, 0.95), 0.6, stats.beta(3, 2).std())), abs=1e-5
+    )

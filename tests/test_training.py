@@ -1,4 +1,5 @@
-"""Training of all kinds: corpus, text of the target's own, the loop and its state, figures, the predictor, the command."""
+"""Training of all kinds: corpus, text of the target's own, the loop and its state, figures, the
+predictor, the command."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ import torch
 from families import CHAT_TEMPLATE, EOS, LETTERS, make_model, make_tokenizer, plain, save
 from runner_checks import RUN_BY, few
 from safetensors.torch import load_file
-from training_helpers import TINY, Recorder, corpus_of, objective, opened, refused, task_of, train_command, trained, written
+from training_helpers import (
+    TINY,
+    Recorder,
+    corpus_of,
+    objective,
+    opened,
+    refused,
+    task_of,
+    train_command,
+    trained,
+    written,
+)
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
@@ -31,7 +43,14 @@ from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Corpus, Part, chat_prompts
 from specgen.train.exits import PredictorObjective, judged_tokens, measure, train_predictor
 from specgen.train.loop import IGNORED, RANKS, Training, TrainingBatches, held_out_agreement, train
 from specgen.train.task import Recipe, TrainingStopped
-from specgen.train.texts import PredictedText, Text, TextGeneration, continuations, largest_batch, predicted
+from specgen.train.texts import (
+    PredictedText,
+    Text,
+    TextGeneration,
+    continuations,
+    largest_batch,
+    predicted,
+)
 
 pytestmark = pytest.mark.usefixtures("short_fit")
 KINDS = ["eesd", "medusa", "eagle", "glide", "sd"]
@@ -40,16 +59,34 @@ LAST: list[Any] = []  # the objective of the last run
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save(make_model("llama"), tmp_path_factory.mktemp("training") / "target", make_tokenizer(LETTERS)))
+    return Path(
+        save(
+            make_model("llama"),
+            tmp_path_factory.mktemp("training") / "target",
+            make_tokenizer(LETTERS),
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(save(make_model("llama", seed=7), tmp_path_factory.mktemp("training") / "draft", make_tokenizer(LETTERS)))
+    return Path(
+        save(
+            make_model("llama", seed=7),
+            tmp_path_factory.mktemp("training") / "draft",
+            make_tokenizer(LETTERS),
+        )
+    )
 
 
 def run(
-    kind: str, folder: Path, other: Path, out: Path, corpus: Path, recorder: Recorder, recipe: Recipe = TINY
+    kind: str,
+    folder: Path,
+    other: Path,
+    out: Path,
+    corpus: Path,
+    recorder: Recorder,
+    recipe: Recipe = TINY,
 ) -> tuple[Path, dict[str, Any]]:
     target = opened(folder)
     task = task_of(out, recipe, recorder, corpus=corpus_of(corpus, target))
@@ -66,13 +103,28 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
     assert read_corpus(tmp_path / "a.txt", encode).tokens == 14 * 5000
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "twelve", "id": 1}\n')
     texts = read_corpus(tmp_path / "a.jsonl", encode)
-    assert {bytes(texts.sample(random.Random(seed), 4)).decode() for seed in range(60)} == {"one", "twel", "welv", "elve"}
-    assert texts.sample(random.Random(0), 9, parts=[Part.HELD_OUT]), "two documents are too few to hold one out"
+    assert {bytes(texts.sample(random.Random(seed), 4)).decode() for seed in range(60)} == {
+        "one",
+        "twel",
+        "welv",
+        "elve",
+    }
+    assert texts.sample(random.Random(0), 9, parts=[Part.HELD_OUT]), (
+        "two documents are too few to hold one out"
+    )
     assert read_corpus(corpus, encode).is_split, "a short file is cut into enough pieces"
-    bad = {"bad.jsonl": b"{", "b.jsonl": b'{"prompt": "x"}', "bad.txt": b"\xff\xfe\xff", "empty.txt": b" "}
+    bad = {
+        "bad.jsonl": b"{",
+        "b.jsonl": b'{"prompt": "x"}',
+        "bad.txt": b"\xff\xfe\xff",
+        "empty.txt": b" ",
+    }
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(SpecgenError, match=r"line 1 is not JSON|line 1: text: it is missing|not UTF-8|contains no text"):
+        with pytest.raises(
+            SpecgenError,
+            match=r"line 1 is not JSON|line 1: text: it is missing|not UTF-8|contains no text",
+        ):
             read_corpus(tmp_path / name, encode)
     with pytest.raises(SpecgenError, match="cannot read"):
         read_corpus(tmp_path, encode)
@@ -83,16 +135,27 @@ def documents_of(corpus: Corpus, *parts: Part) -> set[int]:
 
 
 def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
-    """One in eight is held out, two are for the predictor. Equal documents have the same part. Samples are parts of documents."""
+    """One in eight is held out, two are for the predictor. Equal documents have the same part.
+    Samples are parts of documents."""
     repeated = Corpus([[index // 2] * 4 for index in range(48)])
-    held_out, predictor, of_train = (documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN))
+    held_out, predictor, of_train = (
+        documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN)
+    )
     assert (held_out, predictor) == ({0, 8, 16}, {2, 5, 10, 13, 18, 21})
     assert of_train == set(range(24)) - held_out - predictor
-    assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Part.HELD_OUT) == set(range(7)), "too few to split"
+    assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Part.HELD_OUT) == set(
+        range(7)
+    ), "too few to split"
     for parts, expected in (((Part.TRAIN,), of_train), (NOT_HELD_OUT, of_train | predictor)):
-        batches = TrainingBatches(task_of(Path(), replace(TINY, batch=8), corpus=repeated), [], parts)
-        assert {int(token) for step in range(20) for token in batches.batch(step).ids.unique()} == expected
-    corpus = Corpus([[number * 100 + index for index in range(10 + number)] for number in range(16)])
+        batches = TrainingBatches(
+            task_of(Path(), replace(TINY, batch=8), corpus=repeated), [], parts
+        )
+        assert {
+            int(token) for step in range(20) for token in batches.batch(step).ids.unique()
+        } == expected
+    corpus = Corpus(
+        [[number * 100 + index for index in range(10 + number)] for number in range(16)]
+    )
     for seed in range(100):
         found = corpus.sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
         assert found == list(range(found[0], found[0] + 6))
@@ -109,8 +172,13 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> No
     messages = [{"role": role, "content": text} for role, text in says]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "hello"}))
-    start, short = "system be kind\nuser ab\nassistant ", "user hello\nassistant "
-    for limit, expected in ((100, [f"{start}cd\nuser {'ef' * 8}\nassistant "]), (40, [start]), (25, [])):
+    start = "system be kind\nuser ab\nassistant "
+    short = "user hello\nassistant "
+    for limit, expected in (
+        (100, [f"{start}cd\nuser {'ef' * 8}\nassistant "]),
+        (40, [start]),
+        (25, []),
+    ):
         texts = [own.text_of(ids) for ids in chat_prompts(path, own, limit)]
         assert texts == [*expected, short], "the last message that leaves room"
     for wrong in ("{}", '{"messages": [{"role": "user"}]}', '{"prompt": 3}'):
@@ -118,8 +186,22 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> No
         with pytest.raises(SpecgenError, match=r"b.jsonl, line 1(: | has neither)"):
             chat_prompts(tmp_path / "b.jsonl", own, 100)
     options = ["tune", "--train", "-t", folder, "--out", str(tmp_path / "out"), "--chat"]
-    assert "there are no prompts for --chat of at most" in refused([*options, "--corpus", str(path), "--window", "16"])
-    sizes = ["--window", "48", "--batch-size", "4", "--steps", "1", "--device", "cpu", "--dtype", "float32", "-q"]
+    assert "there are no prompts for --chat of at most" in refused(
+        [*options, "--corpus", str(path), "--window", "16"]
+    )
+    sizes = [
+        "--window",
+        "48",
+        "--batch-size",
+        "4",
+        "--steps",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "-q",
+    ]
     trained([*options, "--methods", "medusa", "--corpus", str(path), *sizes])
 
 
@@ -127,7 +209,9 @@ def test_chat_prompts_are_in_the_template_up_to_the_answer(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("family", "backend"), few(RUN_BY))
-def test_batched_texts_equal_those_generated_alone(family: str, backend: str, models_folder: Path) -> None:
+def test_batched_texts_equal_those_generated_alone(
+    family: str, backend: str, models_folder: Path
+) -> None:
     module = make_model(family)
     target = opened(save(module, models_folder / "side" / family), backend)
     prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
@@ -135,11 +219,17 @@ def test_batched_texts_equal_those_generated_alone(family: str, backend: str, mo
         alone = plain(module, prompt, 24 + 6 - len(prompt))
         assert text[len(prompt) :] == alone[: len(text) - len(prompt)]
         assert text[-1] == EOS or len(text) >= 24
-    first, again, another = (continuations(target, prompts, 30, greedy=False, seed=seed) for seed in (1, 1, 2))
+    first, again, another = (
+        continuations(target, prompts, 30, greedy=False, seed=seed) for seed in (1, 1, 2)
+    )
     assert first == again != another
 
 
-PARTS = {"head": (Part.TRAIN, Part.HELD_OUT), "exit": tuple(Part), "predictor": (Part.PREDICTOR, Part.HELD_OUT)}
+PARTS = {
+    "head": (Part.TRAIN, Part.HELD_OUT),
+    "exit": tuple(Part),
+    "predictor": (Part.PREDICTOR, Part.HELD_OUT),
+}
 
 
 @pytest.mark.parametrize("is_prompted", [False, True])
@@ -147,10 +237,12 @@ PARTS = {"head": (Part.TRAIN, Part.HELD_OUT), "exit": tuple(Part), "predictor": 
 def test_every_text_continues_a_document_of_its_part(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: str, is_prompted: bool
 ) -> None:
-    """Half greedily, half sampled. Only where a predictor is trained are texts reserved for it, until it has enough."""
+    """Half greedily, half sampled. Only where a predictor is trained are texts reserved for it,
+    until it has enough."""
     monkeypatch.setattr(training_texts, "PREDICTOR_TOKENS", 600)
     monkeypatch.setattr(training_texts, "MAX_BATCH", 32)
-    target, corpus = opened(folder), Corpus([[5 + number] * 6 for number in range(24)])
+    target = opened(folder)
+    corpus = Corpus([[5 + number] * 6 for number in range(24)])
     recipe = replace(TINY, steps=None if used == "predictor" else 1000)
     task = task_of(tmp_path, recipe, **{"prompts" if is_prompted else "corpus": corpus})
     texts = TextGeneration(target, task, PARTS[used]).run()
@@ -169,7 +261,11 @@ def test_every_text_continues_a_document_of_its_part(
         assert set(parts) == {Part.PREDICTOR, Part.HELD_OUT}
     else:
         assert (2 * of_greedy, 8 * parts.count(Part.HELD_OUT)) == (len(texts), len(texts))
-        assert 0 < parts.count(Part.PREDICTOR) < len(parts) / 4 if used == "exit" else Part.PREDICTOR not in parts
+        assert (
+            0 < parts.count(Part.PREDICTOR) < len(parts) / 4
+            if used == "exit"
+            else Part.PREDICTOR not in parts
+        )
     path = tmp_path / "training" / "texts-0000.json"
     path.write_text(path.read_text()[:-5])
     with pytest.raises(SpecgenError, match="Delete it: it is generated again"):
@@ -180,7 +276,8 @@ def test_generation_keeps_to_its_time_and_memory(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a simulated clock on which two complete batches would take ten times the budget."""
-    target, now = opened(folder), 0.0
+    target = opened(folder)
+    now = 0.0
     run_batch = target.model.batch
 
     def timed(*arguments: Any, **options: Any) -> Any:
@@ -192,10 +289,13 @@ def test_generation_keeps_to_its_time_and_memory(
         patched.setattr(target.model, "batch", timed)
         patched.setattr("time.monotonic", lambda: now)
         recipe = replace(TINY, steps=None, seconds=200.0, window=64)
-        made = TextGeneration(target, task_of(tmp_path, recipe, corpus=corpus_of(corpus, target)), tuple(Part))
+        made = TextGeneration(
+            target, task_of(tmp_path, recipe, corpus=corpus_of(corpus, target)), tuple(Part)
+        )
         assert {text.greedy for text in made.run()} == {True, False}
         assert 0.2 * 200 * 0.5 < made.seconds < 0.2 * 200 * 1.1
-    per_text = 24 * 2 * 3 * 2 * 8 * 4  # tokens x keys and values x layers x heads x head size x bytes
+    # tokens x keys and values x layers x heads x head size x bytes
+    per_text = 24 * 2 * 3 * 2 * 8 * 4
     for free, expected in ((None, 64), (2 * 63 * per_text, 32), (0, 2)):
         monkeypatch.setattr(training_texts, "free_memory", lambda _, free=free: free)
         assert largest_batch(target, 24) == expected
@@ -206,12 +306,22 @@ def test_generation_keeps_to_its_time_and_memory(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_ends_with_the_same_weights(
-    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path,
+    other: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    """Also with more free memory than at first. Nothing else resumes it: other options, a damaged state."""
+    """Also with more free memory than at first. Nothing else resumes it: other options, a damaged
+    state."""
     monkeypatch.setattr(training_texts, "free_memory", lambda _: 0)
     straight = run(kind, folder, other, tmp_path / "straight", corpus, Recorder())
-    for recorder in (Recorder("Generating text", 25), Recorder("Training", 1), Recorder("Training", 3)):
+    for recorder in (
+        Recorder("Generating text", 25),
+        Recorder("Training", 1),
+        Recorder("Training", 3),
+    ):
         with pytest.raises(TrainingStopped):
             run(kind, folder, other, tmp_path / "resumed", corpus, recorder)
         monkeypatch.setattr(training_texts, "free_memory", lambda _: None)
@@ -225,7 +335,9 @@ def test_a_resumed_run_ends_with_the_same_weights(
     state.write_bytes(content)
     last = Recorder()
     resumed = run(kind, folder, other, tmp_path / "resumed", corpus, last)
-    assert [figures.split(",")[0] for figures in last.shown["Training"]] == ["step 5", "step 6"], "the budget is 6 steps"
+    assert [figures.split(",")[0] for figures in last.shown["Training"]] == ["step 5", "step 6"], (
+        "the budget is 6 steps"
+    )
     assert "resuming at step 4" in last.messages
     assert not last.shown["Generating text"], "stored text is not generated again"
     figures, again = ({**made["figures"], "minutes": 0} for _, made in (straight, resumed))
@@ -235,9 +347,13 @@ def test_a_resumed_run_ends_with_the_same_weights(
     assert not (tmp_path / "resumed" / "training").exists()
 
 
-def test_a_budget_in_seconds_is_kept(folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a simulated clock on which every step takes a second, and five percent are kept for other work."""
-    target, now = opened(folder), 0.0
+def test_a_budget_in_seconds_is_kept(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a simulated clock on which every step takes a second, and five percent are kept for other
+    work."""
+    target = opened(folder)
+    now = 0.0
 
     class Timed(Training):
         def advance(self) -> float:
@@ -245,7 +361,9 @@ def test_a_budget_in_seconds_is_kept(folder: Path, corpus: Path, tmp_path: Path,
             now += 1.0
             return super().advance()
 
-    task = task_of(tmp_path, replace(TINY, steps=None, seconds=20.0), corpus=corpus_of(corpus, target))
+    task = task_of(
+        tmp_path, replace(TINY, steps=None, seconds=20.0), corpus=corpus_of(corpus, target)
+    )
     made = objective("medusa", task, target)
     training = Timed(made, made.start([]), spent=9.0)
     monkeypatch.setattr("time.monotonic", lambda: now)
@@ -253,40 +371,62 @@ def test_a_budget_in_seconds_is_kept(folder: Path, corpus: Path, tmp_path: Path,
     assert training.step == training.seconds == 10
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(folder: Path, other: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RunError, match="learning-rate"):
-        run("eesd", folder, other, tmp_path, corpus, Recorder(), replace(TINY, steps=40, learning_rate=1e30))
+        run(
+            "eesd",
+            folder,
+            other,
+            tmp_path,
+            corpus,
+            Recorder(),
+            replace(TINY, steps=40, learning_rate=1e30),
+        )
 
 
 @pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])
 def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
-    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path,
+    other: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    """Files have the weights in bfloat16: they are rounded before they are measured and before the predictor is trained."""
-    rounded, measured = [], list[Text]()
+    """Files have the weights in bfloat16: they are rounded before they are measured and before the
+    predictor is trained."""
+    rounded = []
+    measured = list[Text]()
 
     def recording(texts: list[Text], ranks_of: Any) -> Any:
         dtype = torch.float32 if kind == "sd" else torch.bfloat16
-        rounded.append(all(torch.equal(each, each.to(dtype).float()) for each in LAST[0].parameters.values()))
+        rounded.append(
+            all(torch.equal(each, each.to(dtype).float()) for each in LAST[0].parameters.values())
+        )
         measured[:] = [text for text in texts if text.part == Part.HELD_OUT and text.greedy]
         return held_out_agreement(texts, ranks_of)
 
     for module in ("exits", "distillation", "heads"):
         monkeypatch.setattr(f"specgen.train.{module}.held_out_agreement", recording)
-    own, recorder = weights_fingerprint(other), Recorder()
+    own = weights_fingerprint(other)
+    recorder = Recorder()
     recipe = replace(TINY, self_text=1.0, steps=60, learning_rate=4e-3, batch=8)
     path, made = run(kind, folder, other, tmp_path, corpus, recorder, recipe)
     first, *_, last = (float(figures.split()[-1]) for figures in recorder.shown["Training"])
     assert last < first - 0.1
     assert rounded[-1], "what is measured are the saved weights"
-    figures, target = made["figures"], opened(folder)
+    figures = made["figures"]
+    target = opened(folder)
     if kind == "medusa":
         weights: Any = open_part(path, target, is_exit=False).load()
         assert len(weights.rank_accuracies[0]) == RANKS
         assert figures["held_out_agreement"]["greedy"][0] > 0.1
         return
     if kind == "sd":
-        agreement, draft = figures["agreement"]["greedy"], opened(tmp_path).model
+        agreement = figures["agreement"]["greedy"]
+        draft = opened(tmp_path).model
         assert agreement > figures["agreement_before"]["greedy"] + 0.1
         assert weights_fingerprint(other) == own
         assert {each.name for each in tmp_path.iterdir()} >= {each.name for each in other.iterdir()}
@@ -300,14 +440,22 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
         logits = [drafts.logits(Context(text.ids[:1]), text.ids[1:]).logits for text in measured]
     right = list[bool]()
     for text, found in zip(measured, logits, strict=True):
-        right += (found.argmax(dim=-1)[:-1] == torch.tensor(text.ids[1:]))[text.prompt_length - 1 :].tolist()
+        right += (found.argmax(dim=-1)[:-1] == torch.tensor(text.ids[1:]))[
+            text.prompt_length - 1 :
+        ].tolist()
     assert agreement == sum(right) / len(right)
 
 
-def test_teacher_references_point_to_the_probabilities_of_their_token(folder: Path, other: Path, corpus: Path) -> None:
-    """Of the target's own texts and of twice as many that it reads; those held out are not learned."""
-    target, checked = opened(folder), opened(folder)
-    texts = written(target, [[5, 9, token] for token in range(3, 9)], 20, greedy=False, part=Part.TRAIN)
+def test_teacher_references_point_to_the_probabilities_of_their_token(
+    folder: Path, other: Path, corpus: Path
+) -> None:
+    """Of the target's own texts and of twice as many that it reads; those held out are not
+    learned."""
+    target = opened(folder)
+    checked = opened(folder)
+    texts = written(
+        target, [[5, 9, token] for token in range(3, 9)], 20, greedy=False, part=Part.TRAIN
+    )
     texts += written(target, [[7, 7, 7]], 20, greedy=False, part=Part.HELD_OUT)
     task = task_of(folder / "out", replace(TINY, batch=6), corpus=corpus_of(corpus, target))
     batches = objective("sd", task, target, opened(other)).start(texts)
@@ -317,9 +465,13 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(folder: Pa
         for segment in segments.unique():
             references = teacher[segments == segment]
             if references[0] != IGNORED:
-                again = predicted(checked, Text(ids[segments == segment].tolist(), 1, False, Part.TRAIN))
+                again = predicted(
+                    checked, Text(ids[segments == segment].tolist(), 1, False, Part.TRAIN)
+                )
                 assert torch.equal(batches.top_k_ids[references], again.top_k_ids)
-                torch.testing.assert_close(batches.top_k_log_probs[references], again.top_k_log_probs, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    batches.top_k_log_probs[references], again.top_k_log_probs, atol=1e-4, rtol=1e-4
+                )
     taught = [ids for ids, _ in batches._taught]
     assert taught[:6] == [text.ids for text in texts[:6]]
     assert len(taught) == 6 + 2 * len(texts), "and none that is held out"
@@ -327,28 +479,48 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(folder: Pa
 
 # the predictor of acceptance
 
-WIDTH, LENGTH = 16, 30
+WIDTH = 16
+LENGTH = 30
 
 
-def judged(ids: list[int], top1: list[int], prompt_length: int, exit_top1: list[int], continuing: float) -> list[Any]:
-    text = PredictedText(Text(ids, prompt_length, True, Part.PREDICTOR), torch.tensor(top1)[:, None], torch.empty(0))
+def judged(
+    ids: list[int], top1: list[int], prompt_length: int, exit_top1: list[int], continuing: float
+) -> list[Any]:
+    text = PredictedText(
+        Text(ids, prompt_length, True, Part.PREDICTOR), torch.tensor(top1)[:, None], torch.empty(0)
+    )
     return list(judged_tokens(text, exit_top1, continuing, random.Random(0)))
 
 
 def test_rounds_start_after_the_last_committed_token() -> None:
-    """Greedy text: a round ends at the first rejected token, and the next one starts after the correction."""
+    """Greedy text: a round ends at the first rejected token, and the next one starts after the
+    correction."""
     ids = [7, 8, 9, 10, 11, 12, 13, 14]  # the prompt has 2 tokens, and the prefill gives the third
     exits = [8, 9, 10, 11, 50, 13, 14, 99]  # wrong about token 5
-    expected = [(1, 2, 1, True), (1, 3, 2, True), (1, 4, 3, False), (4, 5, 1, True), (4, 6, 2, True)]
+    expected = [
+        (1, 2, 1, True),
+        (1, 3, 2, True),
+        (1, 4, 3, False),
+        (4, 5, 1, True),
+        (4, 6, 2, True),
+    ]
     assert judged(ids, [*ids[1:], 99], 2, exits, 1.0) == expected
-    expected = [(1, 2, 1, True), (3, 4, 1, False), (4, 5, 1, True)]  # drafts of one token, each followed by a bonus token
+    # drafts of one token, each followed by a bonus token
+    expected = [(1, 2, 1, True), (3, 4, 1, False), (4, 5, 1, True)]
     assert judged(ids, [*ids[1:], 99], 2, exits, 0.0) == expected
-    top1 = [8, 9, 10, 60, 12, 99]  # the token after 10 was sampled: 60 is more probable, and the draft is followed up to there
-    assert judged(ids[:6], top1, 1, top1, 1.0) == [(0, 1, 1, True), (0, 2, 2, True), (0, 3, 3, True), (3, 4, 1, True)]
+    # the token after 10 was sampled: 60 is more probable, and the draft is followed up to there
+    top1 = [8, 9, 10, 60, 12, 99]
+    assert judged(ids[:6], top1, 1, top1, 1.0) == [
+        (0, 1, 1, True),
+        (0, 2, 2, True),
+        (0, 3, 3, True),
+        (3, 4, 1, True),
+    ]
 
 
 def made_texts(number: int, accepts: Any, parts: list[Part]) -> Any:
-    """Texts of random states; `accepts(target_states, exit_states, rng)` says which tokens exit and target agree about.
+    """Texts of random states; `accepts(target_states, exit_states, rng)` says which tokens exit and
+    target agree about.
 
     Returns the texts and a function that stands for the exit.
     """
@@ -357,7 +529,9 @@ def made_texts(number: int, accepts: Any, parts: list[Part]) -> Any:
     for index in range(number):
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(3, 90, (LENGTH,), generator=generator)
-        target_states, exit_states = (torch.randn(LENGTH, WIDTH, generator=generator) for _ in range(2))
+        target_states, exit_states = (
+            torch.randn(LENGTH, WIDTH, generator=generator) for _ in range(2)
+        )
         top1 = torch.cat((ids[1:], torch.tensor([2])))
         guesses = torch.where(accepts(target_states, exit_states, generator), top1, 95)
         made[tuple(ids.tolist())] = torch.nn.functional.one_hot(guesses, 96).float(), exit_states
@@ -367,7 +541,8 @@ def made_texts(number: int, accepts: Any, parts: list[Part]) -> Any:
 
 
 def test_a_predictor_learns_from_reserved_text_only() -> None:
-    """In the texts that the exit was trained on, exit and target always agree; in the others, half of the time."""
+    """In the texts that the exit was trained on, exit and target always agree; in the others, half
+    of the time."""
     half = lambda target, _, generator: torch.rand(len(target), generator=generator) < 0.5  # noqa: E731
     texts, outputs = made_texts(48, half, list(Part))
     for text in texts:
@@ -378,15 +553,22 @@ def test_a_predictor_learns_from_reserved_text_only() -> None:
     seen, state_of = made_texts(40, lambda _, exit_, __: 30 * exit_[:, 0] > -15, parts)
     fit = train_predictor(state_of, seen, seed=0)[1]
     assert fit["loss"] < 0.9 * fit["base_loss"], "the exit's state tells"
-    without = {part: [text for text in texts if text.text.part != part] for part in (Part.HELD_OUT, Part.PREDICTOR)}
+    without = {
+        part: [text for text in texts if text.text.part != part]
+        for part in (Part.HELD_OUT, Part.PREDICTOR)
+    }
     assert train_predictor(outputs, without[Part.HELD_OUT], seed=0)[1] == {}
     assert train_predictor(outputs, without[Part.PREDICTOR], seed=0) == (None, {})
 
 
 def test_measurements_of_known_scores() -> None:
-    found = measure(torch.tensor([0.25, 0.25, 0.75, 0.75]), torch.tensor([False, False, True, False]))
+    found = measure(
+        torch.tensor([0.25, 0.25, 0.75, 0.75]), torch.tensor([False, False, True, False])
+    )
     loss = -float(torch.tensor([0.75, 0.75, 0.75, 0.25]).log().mean())
-    assert (found["mean_score"], found["accepted"], found["loss"]) == pytest.approx((0.5, 0.25, loss))
+    assert (found["mean_score"], found["accepted"], found["loss"]) == pytest.approx(
+        (0.5, 0.25, loss)
+    )
     base = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     assert found["base_loss"] == pytest.approx(base)
 
@@ -398,16 +580,42 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
     monkeypatch.setattr(training_texts, "PREDICTOR_TOKENS", 2000)
     path, old = run("eesd", folder, other, tmp_path / "exit", corpus, Recorder())
     target = opened(folder)
-    task = task_of(tmp_path / "new", replace(TINY, steps=None, seed=3), corpus=corpus_of(corpus, target))
+    task = task_of(
+        tmp_path / "new", replace(TINY, steps=None, seed=3), corpus=corpus_of(corpus, target)
+    )
     made, description = train(PredictorObjective(task, target, path))
-    before, after = load_file(path), load_file(made)
+    before = load_file(path)
+    after = load_file(made)
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) != name.startswith("predictor.")
     assert description["figures"]["steps"] == old["figures"]["steps"]
     assert description["made_with"]["predictor"]["seed"] == 3
-    options = ["tune", "--train", "-t", str(folder), "--exit-layer", str(path.parent), "--corpus", str(corpus)]
-    result = trained([*options, "--window", "24", "--minutes", "0.01", "--seed", "2", "--device", "cpu", "--dtype", "float32"])
+    options = [
+        "tune",
+        "--train",
+        "-t",
+        str(folder),
+        "--exit-layer",
+        str(path.parent),
+        "--corpus",
+        str(corpus),
+    ]
+    result = trained(
+        [
+            *options,
+            "--window",
+            "24",
+            "--minutes",
+            "0.01",
+            "--seed",
+            "2",
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+        ]
+    )
     assert result.stdout.strip() == str(path), "by default, the files are replaced"
     assert "Trained a predictor for" in result.stderr
     assert "is accepted, cross-entropy" in result.stderr
@@ -418,28 +626,47 @@ def test_a_new_predictor_leaves_the_exit_as_it_is(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_trains_where_it_is_found(
-    folder: Path, other: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path,
+    other: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    """What the models' files hold stays; the native decoder does everything but the draft: no weights are loaded twice."""
+    """What the models' files hold stays; the native decoder does everything but the draft: no
+    weights are loaded twice."""
     monkeypatch.setenv("SPECGEN_DATA", str(tmp_path))
     if kind != "sd":
         monkeypatch.setattr("specgen.engine.transformers.loading.load_module", None)
     own = {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()}
     named = ["-t", str(folder), *(["-d", str(other)] if kind == "sd" else [])]
     result = trained(train_command(kind, corpus, None, *named, "--steps", "3", "--json"))
-    line, fingerprint = json.loads(result.stdout), weights_fingerprint(folder)
+    line = json.loads(result.stdout)
+    fingerprint = weights_fingerprint(folder)
     assert (line["type"], line["figures"]["steps"]) == ("train", 3)
-    assert ("Distilled a draft model." if kind == "sd" else f"Trained {TRAINABLE[kind].name} for ") in result.stderr
+    assert (
+        "Distilled a draft model." if kind == "sd" else f"Trained {TRAINABLE[kind].name} for "
+    ) in result.stderr
     assert "Training: 100%, step 3" in result.stderr
     assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == own
     draft = None
     if kind == "eesd":
-        assert kept_part("exit", str(folder), fingerprint) == Path(line["profile"]) == Path(line["exit_layer"]).parent
+        assert (
+            kept_part("exit", str(folder), fingerprint)
+            == Path(line["profile"])
+            == Path(line["exit_layer"]).parent
+        )
         assert line["predictor"] is True
     elif kind == "sd":
         draft = line["draft"]
         assert Path(draft).name == "distilled"
-        assert line["figures"].keys() >= {"agreement_before", "agreement", "loss", "minutes", "tokens"}
+        assert line["figures"].keys() >= {
+            "agreement_before",
+            "agreement",
+            "loss",
+            "minutes",
+            "tokens",
+        }
     else:
         assert kept_part(kind, str(folder), fingerprint) == Path(line["head"])
         assert line["kind"] == kind
@@ -455,8 +682,16 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("sd", [], "there is no draft model to train"),
     ("eesd", ["--layer", "3"], "after layer 3"),
     ("eesd", ["--methods", "svip"], "svip has nothing to train"),
-    ("eesd", ["--exit-layer", "x", "--steps", "3"], "--steps, --batch-size cannot be combined with --train --exit-layer"),
-    ("medusa", ["--layer", "1"], "--layer cannot be combined with --train --methods medusa, which trains Medusa heads"),
+    (
+        "eesd",
+        ["--exit-layer", "x", "--steps", "3"],
+        "--steps, --batch-size cannot be combined with --train --exit-layer",
+    ),
+    (
+        "medusa",
+        ["--layer", "1"],
+        "--layer cannot be combined with --train --methods medusa, which trains Medusa heads",
+    ),
     ("medusa", ["--methods", "medusa,glide"], "glide and medusa cannot be trained in one run"),
     ("sd", ["--self-text", "0"], "--self-text is 0"),
     ("sd", ["-d", "{other}", "--prompts", "prompts.txt"], "--self-text 0.5"),
@@ -473,31 +708,55 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("kind", "more", "message"), REFUSED)
 def test_wrong_options_are_refused(
-    folder: Path, other: Path, gpt2: str, corpus: Path, tmp_path: Path, kind: str, more: list[str], message: str
+    folder: Path,
+    other: Path,
+    gpt2: str,
+    corpus: Path,
+    tmp_path: Path,
+    kind: str,
+    more: list[str],
+    message: str,
 ) -> None:
     """In one line, before anything is written."""
     before = {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()}
     filled = [word.format(folder=folder, other=other, gpt2=gpt2) for word in more]
     assert message in refused([*train_command(kind, corpus, tmp_path, "-t", str(folder)), *filled])
     assert not any(tmp_path.iterdir())
-    assert {path: path.read_bytes() for each in (folder, other) for path in each.iterdir()} == before
+    assert {
+        path: path.read_bytes() for each in (folder, other) for path in each.iterdir()
+    } == before
 
 
-def test_training_needs_text_and_says_so_of_too_little(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_needs_text_and_says_so_of_too_little(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
     for more in ([], ["--prompts", "prompts.jsonl", "--self-text", "0"]):
-        assert "there is no text to train on" in refused(["tune", "--train", "-t", str(folder), *more])
-    Path("few.jsonl").write_text("\n".join(f'{{"text": "{"abc def " * (5 + number)}"}}' for number in range(7)))
-    result = trained(train_command("eesd", Path("few.jsonl"), tmp_path / "out", "-t", str(folder), "--steps", "1"))
+        assert "there is no text to train on" in refused(
+            ["tune", "--train", "-t", str(folder), *more]
+        )
+    Path("few.jsonl").write_text(
+        "\n".join(f'{{"text": "{"abc def " * (5 + number)}"}}' for number in range(7))
+    )
+    result = trained(
+        train_command(
+            "eesd", Path("few.jsonl"), tmp_path / "out", "-t", str(folder), "--steps", "1"
+        )
+    )
     assert "fewer than eight different documents or prompts" in result.stderr
     assert "held-out text" not in result.stderr
     assert "predictor: false" in (tmp_path / "out" / EXIT_DESCRIPTION).read_text()
 
 
 def test_the_report_of_a_trained_head_names_only_what_is_so(tmp_path: Path) -> None:
-    """A head that was saved elsewhere is used by nothing, and held-out text too short for a draft has no agreement."""
-    made: dict[str, Any] = {"target": "a target", "kind": "glide", "figures": {"held_out_agreement": {"greedy": [0.2, 0.1]}}}
+    """A head that was saved elsewhere is used by nothing, and held-out text too short for a draft
+    has no agreement."""
+    made: dict[str, Any] = {
+        "target": "a target",
+        "kind": "glide",
+        "figures": {"held_out_agreement": {"greedy": [0.2, 0.1]}},
+    }
     before = 0.5, tmp_path / "before"
 
     def said(**given: Any) -> str:
@@ -515,7 +774,10 @@ def test_the_report_of_a_trained_head_names_only_what_is_so(tmp_path: Path) -> N
 
 
 def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:
-    for after, said in ((0.95, f"Use it: --draft {tmp_path}"), (0.9, "did not rise: keep the draft you have")):
+    for after, said in (
+        (0.95, f"Use it: --draft {tmp_path}"),
+        (0.9, "did not rise: keep the draft you have"),
+    ):
         figures = {"agreement_before": {"greedy": 0.9}, "agreement": {"greedy": after}}
         fields, sentence = _draft_report(tmp_path, figures)
         assert fields["figures"] == figures
@@ -526,7 +788,8 @@ def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:
 def test_an_interruption_has_its_exit_code_and_says_how_to_go_on(
     folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ctrl-C during the first step. That a resumed run ends with the same weights is tested above."""
+    """A Ctrl-C during the first step. That a resumed run ends with the same weights is tested
+    above."""
     advance = Training.advance
 
     def interrupted(self: Training) -> float:
@@ -535,6 +798,8 @@ def test_an_interruption_has_its_exit_code_and_says_how_to_go_on(
         return advance(self)
 
     monkeypatch.setattr(Training, "advance", interrupted)
-    command = train_command("eesd", corpus, tmp_path / "out", "-t", str(folder), "--steps", "3", "--self-text", "0")
+    command = train_command(
+        "eesd", corpus, tmp_path / "out", "-t", str(folder), "--steps", "3", "--self-text", "0"
+    )
     assert "the same command resumes from here" in trained(command, 130).stderr
     assert "resuming at step" in trained(command).stderr

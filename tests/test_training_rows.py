@@ -1,4 +1,5 @@
-"""What is trained is what drafts: rows of training against the runners, gradients against transformers' whole model."""
+"""What is trained is what drafts: rows of training against the runners, gradients against
+transformers' whole model."""
 
 from __future__ import annotations
 
@@ -35,10 +36,17 @@ class BlocksOf(Random):
 
 
 def started(
-    kind: str, folder: Path, backend: str = "native", scale: float = 0.2, texts: Sequence[Text] = (), **of_task: Any
+    kind: str,
+    folder: Path,
+    backend: str = "native",
+    scale: float = 0.2,
+    texts: Sequence[Text] = (),
+    **of_task: Any,
 ) -> HeadObjective:
     """An objective with random weights around its initial ones."""
-    made: HeadObjective = objective(kind, task_of(folder / "out", **of_task), opened(folder, backend))
+    made: HeadObjective = objective(
+        kind, task_of(folder / "out", **of_task), opened(folder, backend)
+    )
     made.start(texts)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -52,14 +60,21 @@ def saved(family: str, folder: Path, **changes: Any) -> Path:
 
 
 def rows_of(kind: str, depths: int) -> list[tuple[int, int]]:
-    """The rows that a batch of TEXTS has: the token after which the predicted one comes, and its depth in a draft."""
-    rows, start = [], 0
+    """The rows that a batch of TEXTS has: the token after which the predicted one comes, and its
+    depth in a draft."""
+    rows = []
+    start = 0
     for text in TEXTS:
         if kind == "glide":
             rows += [(start + at, at % 4) for at in range(4, len(text) - 1)]
         else:
-            first = 0 if kind == "block" else 1  # with one token of context, only a block has a row of its own
-            rows += [(start + at, depth) for depth in range(depths) for at in range(first + depth, len(text) - 1)]
+            # with one token of context, only a block has a row of its own
+            first = 0 if kind == "block" else 1
+            rows += [
+                (start + at, depth)
+                for depth in range(depths)
+                for at in range(first + depth, len(text) - 1)
+            ]
         start += len(text)
     return rows
 
@@ -79,23 +94,35 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("kind", "family", "backend"), CASES)
-def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str, tmp_path: Path) -> None:
-    """After the text's tokens that are not drafted, with the others as a draft. Labels are the target's predictions there.
+def test_each_row_is_what_is_drafted_there(
+    kind: str, family: str, backend: str, tmp_path: Path
+) -> None:
+    """After the text's tokens that are not drafted, with the others as a draft. Labels are the
+    target's predictions there.
 
     For EAGLE-3 this is the training-time test, for GliDe the block mask.
     """
     head = started(kind, saved(family, tmp_path), backend, 0.1)
     batch = packed(TEXTS, TOKENS)
-    found, (_, top_k_ids, log_probs) = head.predictions(batch, BlocksOf(0) if kind == "glide" else None)
+    found, (_, top_k_ids, log_probs) = head.predictions(
+        batch, BlocksOf(0) if kind == "glide" else None
+    )
     with torch.no_grad():
         logits = head.logits(found.outputs, found.depths)
-    draft = RUNNERS[kind].make_runners(head.weights([]), head.model, ModelRunner(head.model), lambda: None).draft
+    draft = (
+        RUNNERS[kind]
+        .make_runners(head.weights([]), head.model, ModelRunner(head.model), lambda: None)
+        .draft
+    )
     pairs = list(zip(found.sources.tolist(), found.depths.tolist(), strict=True))
     assert sorted(pairs) == sorted(rows_of(kind, head.depths))
-    ids, segments = batch.ids[0].tolist(), batch.segments[0].tolist()
+    ids = batch.ids[0].tolist()
+    segments = batch.segments[0].tolist()
     for row, (source, depth) in enumerate(pairs):
-        text, begin = ids[: source + 1], segments.index(segments[source])
-        context, drafted = text[begin : source + 1 - depth], text[source + 1 - depth :]
+        text = ids[: source + 1]
+        begin = segments.index(segments[source])
+        context = text[begin : source + 1 - depth]
+        drafted = text[source + 1 - depth :]
         expected = draft.logits(Context(context), drafted, start=depth).logits[0]
         close = {"atol": 1e-4, "rtol": 1e-4} if kind == "block" else {"atol": 4e-3, "rtol": 1e-2}
         torch.testing.assert_close(logits[row], expected, **close)
@@ -107,9 +134,15 @@ def test_each_row_is_what_is_drafted_there(kind: str, family: str, backend: str,
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "glide", "block"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
-    """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some steps lower the loss."""
+    """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some
+    steps lower the loss."""
     folder = saved("llama", tmp_path, num_hidden_layers=8)
-    head = started(kind, folder, scale=0.0 if kind == "medusa" else 0.05, corpus=corpus_of(corpus, opened(folder)))
+    head = started(
+        kind,
+        folder,
+        scale=0.0 if kind == "medusa" else 0.05,
+        corpus=corpus_of(corpus, opened(folder)),
+    )
     batch = packed(TEXTS, TOKENS)
     found, _ = head.predictions(batch, None)
     if kind == "medusa":
@@ -121,14 +154,18 @@ def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: 
     assert all(moment["exp_avg"].abs().max() > 0 for moment in training._optimizer.state.values())
 
 
-def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The divergence from the target's distribution over the head's tokens; none where its likeliest token is not among them."""
+def test_the_losses_over_a_reduced_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The divergence from the target's distribution over the head's tokens; none where its
+    likeliest token is not among them."""
     monkeypatch.setattr(heads, "_LARGEST_VOCABULARY", 8)
     texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Part.HELD_OUT)]
     head = started("eagle", saved("llama", tmp_path, num_hidden_layers=8), texts=texts)
     ids = [0, 1, 2, 3, 4, 5, 9, 60]  # the tokens of the text, and the lowest others
     assert head.weights([]).vocabulary.tolist() == ids  # type: ignore[union-attr]
-    outputs, target_logits = torch.randn(4, head.width), 3 * torch.randn(4, head.vocabulary)
+    outputs = torch.randn(4, head.width)
+    target_logits = 3 * torch.randn(4, head.vocabulary)
     target_logits[:3, 9] = 15.0  # the likeliest but in the last row
     target_logits[3, 70] = 20.0
     log_probs, top = target_logits.log_softmax(-1).sort(descending=True)  # all tokens are known
@@ -143,13 +180,24 @@ def test_the_losses_over_a_reduced_vocabulary(tmp_path: Path, monkeypatch: pytes
 
 
 def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:
-    """Two greedy drafts and a sampled one of three depths; -1 where nothing is predicted. Other parts do not count."""
+    """Two greedy drafts and a sampled one of three depths; -1 where nothing is predicted. Other
+    parts do not count."""
     ranks = {1: [[0, 0, 2], [0, 4, -1]], 2: [[99, 0, 0]], 3: [[0, 0, 0]]}
-    texts = [Text([number, 7], 1, number == 1, Part.TRAIN if number == 3 else Part.HELD_OUT) for number in ranks]
+    texts = [
+        Text([number, 7], 1, number == 1, Part.TRAIN if number == 3 else Part.HELD_OUT)
+        for number in ranks
+    ]
     agreement, by_rank = held_out_agreement(texts, lambda text: torch.tensor(ranks[text.ids[0]]))
     assert agreement == {"greedy": [1.0, 0.5, 0.0], "sampled": [0.0]}
-    assert [row[:5] for row in by_rank] == [[0.5, 0, 0, 0, 0], [0.75, 0, 0, 0, 0.25], [0.5, 0, 0.5, 0, 0]]
-    assert held_out_agreement([], lambda _: torch.empty(0)) == ({"greedy": None, "sampled": None}, [])
+    assert [row[:5] for row in by_rank] == [
+        [0.5, 0, 0, 0, 0],
+        [0.75, 0, 0, 0, 0.25],
+        [0.5, 0, 0.5, 0, 0],
+    ]
+    assert held_out_agreement([], lambda _: torch.empty(0)) == (
+        {"greedy": None, "sampled": None},
+        [],
+    )
 
 
 def test_ranks_are_those_of_the_targets_tokens(tmp_path: Path) -> None:
@@ -159,20 +207,28 @@ def test_ranks_are_those_of_the_targets_tokens(tmp_path: Path) -> None:
     found, (_, top_k_ids, _) = head.predictions(packed([text.ids], len(text.ids)), None)
     orders = head.logits(found.outputs, found.depths).argsort(descending=True)
     expected = torch.full((len(text.ids), head.depths), -1)
-    for row, (source, depth) in enumerate(zip(found.sources.tolist(), found.depths.tolist(), strict=True)):
+    for row, (source, depth) in enumerate(
+        zip(found.sources.tolist(), found.depths.tolist(), strict=True)
+    ):
         if source - depth >= 2:
             expected[source - depth, depth] = orders[row].tolist().index(top_k_ids[row, 0])
     assert torch.equal(head.ranks_of(text), expected)
 
 
 @pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
-def test_an_exits_loss_and_gradients_are_those_of_the_whole_model(family: str, backend: str, tmp_path: Path) -> None:
-    """An untrained exit before the model's last layers is the model itself, on either backend and of packed texts."""
+def test_an_exits_loss_and_gradients_are_those_of_the_whole_model(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    """An untrained exit before the model's last layers is the model itself, on either backend and
+    of packed texts."""
     module: Any = make_model(family, tie_word_embeddings=False)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if weight.dim() == 1:  # norms and biases, which begin as all ones or zeros
-                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))), alpha=0.2)
+                weight.add_(
+                    torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))),
+                    alpha=0.2,
+                )
     target = opened(save(module, tmp_path / "target", make_tokenizer(LETTERS)), backend)
     layers = target.model.shape.num_layers - 1
     made = objective("eesd", task_of(tmp_path / "out"), target, 1, layers)
@@ -185,15 +241,27 @@ def test_an_exits_loss_and_gradients_are_those_of_the_whole_model(family: str, b
     expected = torch.zeros(())
     for text in TEXTS:
         logits = module(torch.tensor([text]), use_cache=False).logits[0, :-1]
-        expected = expected + torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum") / labelled
+        expected = (
+            expected
+            + torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum")
+            / labelled
+        )
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
-    theirs = {name.removeprefix("model."): weight.grad for name, weight in module.named_parameters()}
+    theirs = {
+        name.removeprefix("model."): weight.grad for name, weight in module.named_parameters()
+    }
     for name, weight in training.trained.items():
         kind, number, *rest = name.split(".")
-        later = ".".join((kind, str(int(number) + 1), *rest)) if kind == "layers" else name.replace("head.", "lm_head.")
+        later = (
+            ".".join((kind, str(int(number) + 1), *rest))
+            if kind == "layers"
+            else name.replace("head.", "lm_head.")
+        )
         scale = float(theirs[later].abs().max())
-        torch.testing.assert_close(weight.grad, theirs[later], rtol=1e-4, atol=1e-4 * scale, msg=name)
+        torch.testing.assert_close(
+            weight.grad, theirs[later], rtol=1e-4, atol=1e-4 * scale, msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])
@@ -201,16 +269,25 @@ def test_gradients_do_not_depend_on_the_piece_size(
     kind: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece; in pieces of 5 predicted tokens, a sequence at a time."""
-    folder, gradients = saved("llama", tmp_path), []
+    folder = saved("llama", tmp_path)
+    gradients = []
     for rows in (1 << 20, 5):
         target = opened(folder)
         task = task_of(tmp_path / "out", TINY, corpus=corpus_of(corpus, target))
         made = objective(kind, task, target, *([opened(folder)] if kind == "sd" else []))
         made.rows = rows
-        monkeypatch.setattr("specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary)
-        texts = written(target, [[5, 9, token] for token in range(3, 9)], 20, greedy=True, part=Part.TRAIN)
+        monkeypatch.setattr(
+            "specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary
+        )
+        texts = written(
+            target, [[5, 9, token] for token in range(3, 9)], 20, greedy=True, part=Part.TRAIN
+        )
         training = Training(made, made.start(texts))
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, _: gradients.append([w.grad for w in weights]))
+        monkeypatch.setattr(
+            torch.nn.utils,
+            "clip_grad_norm_",
+            lambda weights, _: gradients.append([w.grad for w in weights]),
+        )
         training.advance()
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=2e-6, rtol=1e-4)

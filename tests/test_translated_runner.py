@@ -1,4 +1,5 @@
-"""A draft model with another tokenizer: its runner's logits and contexts, and the target's exact distribution and own tokens."""
+"""A draft model with another tokenizer: its runner's logits and contexts, and the target's exact
+distribution and own tokens."""
 
 from __future__ import annotations
 
@@ -29,15 +30,20 @@ from specgen.engine.text.translation import Translation
 from specgen.pair.pair import Pair
 
 TARGET = {"a": 0, "b": 1, "ab": 2}
-DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}  # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
+# token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
+DRAFT = {"b": 0, "a": 1, "<0x61>": 2, "c": 3}
 END = "</s>"
 
 
-def tokenizer(folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+def tokenizer(
+    folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[str, str]] = ()
+) -> Tokenizer:
     """Like SentencePiece's, without a space before the text."""
     pipeline = Pipeline(models.BPE(vocab=vocabulary, merges=list(merges), byte_fallback=True))
     pipeline.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    pipeline.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pipeline.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     ends = [end for end in (END, "<end>") if end in vocabulary]
     named = {"eos_token": ends[0]} if ends else {}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
@@ -47,21 +53,23 @@ def tokenizer(folder: Path, vocabulary: dict[str, int], merges: Sequence[tuple[s
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Translation:
     folder = tmp_path_factory.mktemp("small")
-    return Translation(tokenizer(folder / "target", TARGET, [("a", "b")]), tokenizer(folder / "draft", DRAFT))
+    return Translation(
+        tokenizer(folder / "target", TARGET, [("a", "b")]), tokenizer(folder / "draft", DRAFT)
+    )
 
 
 @pytest.fixture(scope="module")
 def ending(tmp_path_factory: pytest.TempPathFactory) -> Translation:
     """Between vocabularies with end-of-sequence tokens; the draft's has another id."""
     folder = tmp_path_factory.mktemp("ending")
-    target, draft = (
-        tokenizer(folder / "target", {"a": 0, "b": 1, END: 2}),
-        tokenizer(folder / "draft", {"<end>": 0, "b": 1, "c": 2, "a": 3}),
-    )
+    target = tokenizer(folder / "target", {"a": 0, "b": 1, END: 2})
+    draft = tokenizer(folder / "draft", {"<end>": 0, "b": 1, "c": 2, "a": 3})
     return Translation(target, draft)
 
 
-def runner_of(runner: Any, translation: Translation, penalties: PenaltyProcessor | None = None) -> TranslatedRunner:
+def runner_of(
+    runner: Any, translation: Translation, penalties: PenaltyProcessor | None = None
+) -> TranslatedRunner:
     return TranslatedRunner(runner, translation, penalties)
 
 
@@ -83,13 +91,16 @@ def test_any_tree_has_the_rows_of_its_paths(small: Translation) -> None:
     rng = random.Random(0)
     for seed in range(20):
         runner = SmallRunner(seed, 4)
-        tokens, parents = [rng.randrange(3) for _ in range(5)], random_tree(rng, 5)[1]
+        tokens = [rng.randrange(3) for _ in range(5)]
+        parents = random_tree(rng, 5)[1]
         start = rng.randrange(5)
         rows = runner_of(runner, small).logits(Context(PROMPT), tokens, parents, start=start).logits
         for index in range(start, 6):
             context = Context(PROMPT)
             context.extend(path_to(tokens, parents, index - 1))
-            assert torch.equal(rows[index - start], runner_of(runner, small).logits(context).logits[0])
+            assert torch.equal(
+                rows[index - start], runner_of(runner, small).logits(context).logits[0]
+            )
 
 
 def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
@@ -103,9 +114,13 @@ def test_penalties_apply_in_the_targets_ids(small: Translation) -> None:
     assert torch.equal(output.unpenalised, free.logits)
     assert torch.equal(output.logits, penalties(free.logits, context, [1], range(-1, 0), 0))
     assert not torch.equal(output.logits[:, 1], free.logits[:, 1])
-    everything = PenaltyProcessor(GenerationConfig(suppress_tokens=[0, 1]), [], 3, torch.device("cpu"))
+    everything = PenaltyProcessor(
+        GenerationConfig(suppress_tokens=[0, 1]), [], 3, torch.device("cpu")
+    )
     nothing = runner_of(runner, small, everything).logits(context)
-    assert torch.equal(nothing.logits, free.logits[:1]), "without an allowed token, the target rejects the drafted one"
+    assert torch.equal(nothing.logits, free.logits[:1]), (
+        "without an allowed token, the target rejects the drafted one"
+    )
 
 
 SIZES = (3, 4)
@@ -121,13 +136,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sampling_is_exactly_the_targets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+def test_sampling_is_exactly_the_targets(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
     translation = request.getfixturevalue("ending" if case.eos else "small")
     assert distance(case, monkeypatch, runner_of(case.models[1], translation)) < ROUNDING
 
 
 def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
-    """A tokenizer may have more tokens than its model. Here the draft's usual `a` is one of them, and its byte token is not."""
+    """A tokenizer may have more tokens than its model. Here the draft's usual `a` is one of them,
+    and its byte token is not."""
     of_draft = tokenizer(tmp_path / "draft", {"b": 0, "<0x61>": 1, "c": 2, "a": 3})
     translation = Translation(tokenizer(tmp_path / "target", {"a": 0, "b": 1}), of_draft)
     runner = SmallRunner(1, 3)
@@ -141,9 +159,27 @@ def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:
 
 
 METHODS = [
-    *("sd:k=4", "heuristic", "confidence", "svip", "adaptive:draft_cost=0.1:verify_cost=0.05", "beta-ts"),
-    *("sd:width=3:depth=3", "sd:width=3:nodes=6", "sd:k=3:cape=true", "spectr:drafts=2", "specinfer:drafts=3"),
-    *("ouroboros", "pearl:window=3", "pearl:window=2:pre_verify=false", "pearl:window=2:post_verify=false"),
+    *(
+        "sd:k=4",
+        "heuristic",
+        "confidence",
+        "svip",
+        "adaptive:draft_cost=0.1:verify_cost=0.05",
+        "beta-ts",
+    ),
+    *(
+        "sd:width=3:depth=3",
+        "sd:width=3:nodes=6",
+        "sd:k=3:cape=true",
+        "spectr:drafts=2",
+        "specinfer:drafts=3",
+    ),
+    *(
+        "ouroboros",
+        "pearl:window=3",
+        "pearl:window=2:pre_verify=false",
+        "pearl:window=2:post_verify=false",
+    ),
     *("mtad:tau=1", "bild:rollback=0:fallback=0"),
 ]
 PROMPTS = [
@@ -168,17 +204,29 @@ def translated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair
 
 def run(pair: Pair, method: str, prompt: Any, **sampling: Any) -> Any:
     name, *given = method.split(":")
-    return pair.generate(prompt, name, SamplingParams(**{"max_new_tokens": COUNT} | sampling), **dict(parse_pairs(given)))
+    return pair.generate(
+        prompt,
+        name,
+        SamplingParams(**{"max_new_tokens": COUNT} | sampling),
+        **dict(parse_pairs(given)),
+    )
 
 
 @pytest.mark.parametrize("method", every(2, METHODS))
-def test_a_permuted_vocabulary_changes_no_draft(translated: Callable[[str], Pair], demo_pair: Pair, method: str) -> None:
+def test_a_permuted_vocabulary_changes_no_draft(
+    translated: Callable[[str], Pair], demo_pair: Pair, method: str
+) -> None:
     for prompt, sampling in (PROMPTS[2], {}), (PROMPTS[0], {"temperature": 0.7, "top_p": 0.9}):
         if method.startswith("ouroboros") and sampling:
             continue  # it draws tokens of its window from the ids at random
-        ours, theirs = (run(pair, method, prompt, seed=5, **sampling) for pair in (translated("permuted"), demo_pair))
+        ours, theirs = (
+            run(pair, method, prompt, seed=5, **sampling)
+            for pair in (translated("permuted"), demo_pair)
+        )
         assert ours.token_ids == theirs.token_ids
-        assert [list(round_.draft.tokens) for round_ in ours.rounds] == [list(round_.draft.tokens) for round_ in theirs.rounds]
+        assert [list(round_.draft.tokens) for round_ in ours.rounds] == [
+            list(round_.draft.tokens) for round_ in theirs.rounds
+        ]
 
 
 def test_the_drafts_context_limit_is_counted_in_its_own_tokens(
@@ -191,7 +239,13 @@ def test_the_drafts_context_limit_is_counted_in_its_own_tokens(
     own = runner._translated(Context(prompt))
     assert len(own) > len(prompt) + 3, "the draft needs more tokens for this text"
     monkeypatch.setattr(runner.own, "context_limit", len(own) + 3)
-    for method in ("sd:k=6", "sd:width=2:depth=6", "pearl:window=3", "ouroboros", "specinfer:drafts=2"):
+    for method in (
+        "sd:k=6",
+        "sd:width=2:depth=6",
+        "pearl:window=3",
+        "ouroboros",
+        "specinfer:drafts=2",
+    ):
         result = run(pair, method, prompt)
         assert result.token_ids == run(demo_pair, "ar", prompt).token_ids
         levels = [round_.draft.levels for round_ in result.rounds]

@@ -1,4 +1,5 @@
-"""What drafters of trees propose: the likeliest of all candidates, CaPE's siblings; limits of all drafts."""
+"""What drafters of trees propose: the likeliest of all candidates, CaPE's siblings; limits of all
+drafts."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def paths(draft: Draft) -> list[Path]:
 
 
 def candidates(runner: TableRunner, width: int, levels: int) -> list[dict[Path, float]]:
-    """All tokens that may be drafted by level, in the order in which a level lists them, with each path's log-likelihood."""
+    """All tokens that may be drafted by level, in the order in which a level lists them, with each
+    path's log-likelihood."""
     found: list[dict[Path, float]] = []
     frontier: dict[Path, float] = {(): 0.0}
     for _ in range(levels):
@@ -62,7 +64,8 @@ def candidates(runner: TableRunner, width: int, levels: int) -> list[dict[Path, 
 @given(
     seed=st.integers(0, 10_000),
     values=st.integers(1, 4),
-    scale=st.sampled_from([0.3, 2.0]),  # with the larger one, some nodes are less likely than others of a later level
+    # with the larger one, some nodes are less likely than others of a later level
+    scale=st.sampled_from([0.3, 2.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     width=st.integers(2, VOCAB),
     levels=st.integers(1, 4),
@@ -71,18 +74,28 @@ def candidates(runner: TableRunner, width: int, levels: int) -> list[dict[Path, 
 def test_the_likeliest_of_all_candidates_are_drafted(
     seed: int, values: int, scale: float, dtype: torch.dtype, width: int, levels: int, nodes: int
 ) -> None:
-    """Also among equally likely ones, of which the earlier level's come first. The policy sees each level's likeliest."""
-    runner, policy = TableRunner(0), Seeing(levels)
+    """Also among equally likely ones, of which the earlier level's come first. The policy sees each
+    level's likeliest."""
+    runner = TableRunner(0)
+    policy = Seeing(levels)
     generator = torch.Generator().manual_seed(seed)
-    runner.table = torch.randint(values, (VOCAB, VOCAB, VOCAB), generator=generator).to(dtype) * scale
+    runner.table = (
+        torch.randint(values, (VOCAB, VOCAB, VOCAB), generator=generator).to(dtype) * scale
+    )
     setup = Setup(runner, eos_ids=frozenset({EOS}), vocab_size=VOCAB)
-    draft = TopKTreeDrafter(setup, width=width, depth=4, nodes=nodes or None).propose(Context(PROMPT), policy, 100)
+    draft = TopKTreeDrafter(setup, width=width, depth=4, nodes=nodes or None).propose(
+        Context(PROMPT), policy, 100
+    )
     known = candidates(runner, width, levels)
     if not nodes:
         wanted = [sorted(level, key=lambda path: -level[path])[:width] for level in known]
     else:
         likeliest = sorted(
-            [(-joint, number, path) for number, level in enumerate(known) for path, joint in level.items()],
+            [
+                (-joint, number, path)
+                for number, level in enumerate(known)
+                for path, joint in level.items()
+            ],
             key=lambda one: one[:2],
         )[:nodes]
         wanted = [[path for _, at, path in likeliest if at == number] for number in range(levels)]
@@ -92,18 +105,29 @@ def test_the_likeliest_of_all_candidates_are_drafted(
     for seen, level in zip(policy.seen, known, strict=False):
         best = max(level, key=lambda path: level[path])
         row = runner.row([*PROMPT, *best[:-1]]).float().softmax(-1)
-        assert (seen["prob"], seen["top_prob"]) == pytest.approx((float(row[best[-1]]), float(row.max())), abs=1e-4)
+        assert (seen["prob"], seen["top_prob"]) == pytest.approx(
+            (float(row[best[-1]]), float(row.max())), abs=1e-4
+        )
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.9, top_k=4)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), SamplingParams(temperature=0.9, top_k=4)],
+    ids=["greedy", "sampled"],
+)
 def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: SamplingParams) -> None:
-    """As many as the paper says; impossible tokens are none. The chain and its distributions are those without them."""
+    """As many as the paper says; impossible tokens are none. The chain and its distributions are
+    those without them."""
     tops = (0.01, 0.3, 0.31, 0.6, 0.61, 0.8, 0.81, 1.0, 1.0000001)
     assert [further_candidates(top) for top in tops] == [7, 7, 5, 5, 3, 3, 1, 1, 1]
     numbers = set()
     for seed in range(6):
-        runner, policy, generator = TableRunner(0), Seeing(5), torch.Generator().manual_seed(seed)
-        scales = torch.tensor([0.5, 2.0, 4.0, 12.0])[torch.randint(4, (40, 40, 1), generator=generator)]
+        runner = TableRunner(0)
+        policy = Seeing(5)
+        generator = torch.Generator().manual_seed(seed)
+        scales = torch.tensor([0.5, 2.0, 4.0, 12.0])[
+            torch.randint(4, (40, 40, 1), generator=generator)
+        ]
         runner.table = torch.randn(40, 40, 40, generator=generator) * (scales if seed else 0.02)
         runner.table[..., 8 if seed else 3 :] = -torch.inf
         runner.num_embeddings = 40
@@ -119,7 +143,11 @@ def test_cape_adds_to_each_position_the_likeliest_other_tokens(sampling: Samplin
             others = [token for token in possible if token != chain.tokens[position]]
             number = further_candidates(float(row.softmax(-1).max()))
             wanted = others[:number]
-            nodes = [node for node in range(length, len(draft.tokens)) if draft.parents[node] == position - 1]
+            nodes = [
+                node
+                for node in range(length, len(draft.tokens))
+                if draft.parents[node] == position - 1
+            ]
             assert [draft.tokens[node] for node in nodes] == wanted
             assert seen.nodes == 1 + number
             numbers.add(len(wanted))
@@ -145,17 +173,21 @@ LIMITED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", LIMITED)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_draft_passes_its_limits(name: str, temperature: float) -> None:
-    """Nothing follows a token that ends the output; contexts and vocabularies of both models end; the output has room."""
-    drafted, (method, _, _) = 0, name.partition(":")
+    """Nothing follows a token that ends the output; contexts and vocabularies of both models end;
+    the output has room."""
+    drafted = 0
+    (method, _, _) = name.partition(":")
     for seed, eos in product(range(8), ((), (1, 4))):
-        target, draft = TableRunner(seed), TableRunner(seed)
+        target = TableRunner(seed)
+        draft = TableRunner(seed)
         draft.table = draft.table + 0.3 * TableRunner(99).table
         if method not in ("lookup", "suffix", "lookahead"):
             draft.context_limit = len(PROMPT) + 8
         sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
         run = scripted_run(method, LIMITED[name], target, draft, sampling, eos=eos, seed=seed)
         for round_ in run.rounds():
-            length, nodes = len(run.context) - len(round_.token_ids), round_.draft.candidates
+            length = len(run.context) - len(round_.token_ids)
+            nodes = round_.draft.candidates
             assert nodes.levels <= max(min(len(PROMPT) + 11, draft.context_limit) - length, 0)
             assert not {nodes.tokens[parent] for parent in nodes.parents if parent >= 0} & set(eos)
             drafted += len(nodes.tokens)

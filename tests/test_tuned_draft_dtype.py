@@ -1,4 +1,5 @@
-"""`specgen tune` measures a draft with rounded weights too, and what it chose is what `generate` and `compare` load."""
+"""`specgen tune` measures a draft with rounded weights too, and what it chose is what `generate`
+and `compare` load."""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ from specgen.tune.profile import from_outcome
 from specgen.tune.simulator import Simulator
 
 pytestmark = pytest.mark.skipif(
-    refusal("int8", __import__("torch").device("cpu")) is not None, reason="this torch or this processor has no int8 products"
+    refusal("int8", __import__("torch").device("cpu")) is not None,
+    reason="this torch or this processor has no int8 products",
 )
 
 
 @pytest.fixture(scope="module")
 def both(pair: tuple[str, ...]) -> Iterator[tuple[Pair, Pair]]:
-    with specgen.load(pair[1], pair[3], device="cpu", dtype="float32") as stored, with_draft_dtype(stored, "int8") as rounded:
+    with (
+        specgen.load(pair[1], pair[3], device="cpu", dtype="float32") as stored,
+        with_draft_dtype(stored, "int8") as rounded,
+    ):
         for each in (stored, rounded):
             draft_here(each)  # PEARL's drafts in this process
         yield stored, rounded
@@ -45,13 +50,16 @@ def both(pair: tuple[str, ...]) -> Iterator[tuple[Pair, Pair]]:
 def test_the_draft_with_the_larger_expected_speedup_is_taken(
     both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, seconds: float, chosen: str | None
 ) -> None:
-    """What drafting costs is given: a token of the stored draft takes 2.0 s, and a pass of the target ten."""
+    """What drafting costs is given: a token of the stored draft takes 2.0 s, and a pass of the
+    target ten."""
     stored, rounded = both
     ran: list[tuple[Pair, float]] = []
 
     def given(pair: Pair, kinds: Any, *_: Any) -> Any:
         of_token = seconds * 2.0 if pair is rounded else 2.0
-        costs = replace(COSTS, draft_cost=CostTable({8: Curve({0: 0.0, 1: of_token, 2: 2 * of_token})}))
+        costs = replace(
+            COSTS, draft_cost=CostTable({8: Curve({0: 0.0, 1: of_token, 2: 2 * of_token})})
+        )
         return {kind: costs if kind != "echo" else COSTS for kind in kinds}, {}
 
     def choose(self: tuner.Tuner, simulator: Simulator, names: object) -> Any:
@@ -63,14 +71,17 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
     monkeypatch.setattr(tuner.Tuner, "confirm", lambda self, pair, found: found)
     steps = Mock()
     request = TuningRequest(TEXTS, GREEDY, Deadline.after(400, count().__next__), ["sd", "svip"])
-    found, taken = tuner.tune(stored, request, steps, [lambda best: rounded]), rounded if chosen else stored
+    found = tuner.tune(stored, request, steps, [lambda best: rounded])
+    taken = rounded if chosen else stored
     assert (found.draft_dtype, found.pair) == (chosen, taken)
     assert ran == [(taken, seconds * 2.0 if chosen else 2.0)]
     (said,) = [step for step in finished(steps) if step.startswith("int8 draft:")]
     assert said.endswith(": taken" if chosen else ": not taken")
 
 
-def test_small_drafts_are_not_rounded(both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_drafts_are_not_rounded(
+    both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _rounded(both[0]) is None
     monkeypatch.setattr(tuner, "LEAST_BYTES", 1)
     with _rounded(both[0]) as rounded:  # type: ignore[union-attr]
@@ -82,7 +93,9 @@ def test_small_drafts_are_not_rounded(both: tuple[Pair, Pair], monkeypatch: pyte
 @pytest.fixture
 def folder(both: tuple[Pair, Pair], tmp_path: Path) -> Path:
     """The profile of a tuning that chose the rounded draft."""
-    found = from_outcome(replace(outcome(), draft_dtype="int8"), profile_place.profile_key_of(both[0]))
+    found = from_outcome(
+        replace(outcome(), draft_dtype="int8"), profile_place.profile_key_of(both[0])
+    )
     assert found.draft_dtype == "int8"
     profiles.save(found, tmp_path)
     assert profiles.load(tmp_path).draft_dtype == "int8"
@@ -93,17 +106,41 @@ def test_generate_and_compare_take_the_tuned_dtype_unless_one_is_given(
     pair: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     named = ("--profile", str(folder))
-    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  stopped at 6 tokens" in generated(pair, *named)
-    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft" in generated(pair, *named, "--draft-dtype", "int8")
+    assert (
+        "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft  stopped at 6 tokens"
+        in generated(pair, *named)
+    )
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12, int8 draft" in generated(
+        pair, *named, "--draft-dtype", "int8"
+    )
     said = generated(pair, *named, "--draft-dtype", "float32")
     assert "is stale: draft dtype was int8, and is float32; it is not used" in said
     assert "int8 draft" not in said
     said = generated(pair, *named, "--backend", "transformers")
-    assert "is stale: its draft was int8; it is not used. --draft-dtype int8 needs the native backend" in said
+    assert (
+        "is stale: its draft was int8; it is not used. --draft-dtype int8 needs the native backend"
+        in said
+    )
     assert "int8 draft" not in said
-    assert "int8 draft" not in generated(pair, *named, "-m", "sd", "--set", "k=2")  # own settings: no profile
-    given = [*pair, "--device", "cpu", "--dtype", "float32", *named, "-n", "4", "--limit", "1", "--repeats", "1"]
-    result = CliRunner().invoke(app, ["compare", "-m", "sd,ar", *given, "--html", str(tmp_path / "page.html")])
+    # own settings: no profile
+    assert "int8 draft" not in generated(pair, *named, "-m", "sd", "--set", "k=2")
+    given = [
+        *pair,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        *named,
+        "-n",
+        "4",
+        "--limit",
+        "1",
+        "--repeats",
+        "1",
+    ]
+    result = CliRunner().invoke(
+        app, ["compare", "-m", "sd,ar", *given, "--html", str(tmp_path / "page.html")]
+    )
     assert result.exit_code == 0, result.stderr
     assert "tuned: sd:k=3; int8 draft" in result.stderr
     assert "int8)" in (tmp_path / "page.html").read_text()

@@ -1,5 +1,6 @@
-"""What the views show of one recorded trace, one comparison, one tuning and one pair: text, JSON, CSV and pages, as recorded in
-`golden/`. `python tests/test_views.py` records them anew, after a change that is meant: look at the difference.
+"""What the views show of one recorded trace, one comparison, one tuning and one pair: text, JSON,
+CSV and pages, as recorded in `golden/`. `python tests/test_views.py` records them anew, after a
+change that is meant: look at the difference.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from specgen.view.comparison_columns import as_json, csv_text
 from specgen.view.pages import comparison_page
 
 GOLDEN = Path(__file__).parent / "golden"
-TRACE = GOLDEN / "trace.jsonl"  # of four methods: chains, all that can be recorded, PEARL, lossy trees
+# of four methods: chains, all that can be recorded, PEARL, lossy trees
+TRACE = GOLDEN / "trace.jsonl"
 
 
 def inspect(*arguments: str, width: int = 100) -> str:
@@ -42,7 +44,8 @@ def inspect(*arguments: str, width: int = 100) -> str:
     from specgen.cli.app import main
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    command, here = ["specgen", "inspect", TRACE.name, *arguments], os.getcwd()
+    command = ["specgen", "inspect", TRACE.name, *arguments]
+    here = os.getcwd()
     changed = patch.dict(os.environ, COLUMNS=str(width)), patch.object(sys, "argv", command)
     with changed[0], changed[1], redirect_stdout(out), suppress(SystemExit):
         os.chdir(GOLDEN)
@@ -67,15 +70,25 @@ def compare_text(width: int) -> str:
 
 
 def compare_html() -> str:
-    return without_style("".join(comparison_page(comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare")))
+    return without_style(
+        "".join(
+            comparison_page(
+                comparison(), [("Machine", "a <fast> one")], "specgen 1", "specgen compare"
+            )
+        )
+    )
 
 
 def tuned(width: int) -> str:
-    lossy = Candidate("mtad", {"k": 4}, 120.0, measured=110.0, speedup=1.3, low=1.2, high=1.4, perplexity=1.07)
+    lossy = Candidate(
+        "mtad", {"k": 4}, 120.0, measured=110.0, speedup=1.3, low=1.2, high=1.4, perplexity=1.07
+    )
     left_out = dict.fromkeys(("pearl", "bild"), "no second core")
     found = replace(outcome(), methods=[*outcome().methods, lossy], left_out=left_out)
     out = io.StringIO()
-    console = theme.ThemedConsole("mono", file=out, force_terminal=True, width=width, no_color=True, _environ={})
+    console = theme.ThemedConsole(
+        "mono", file=out, force_terminal=True, width=width, no_color=True, _environ={}
+    )
     pair_report.show_tuning(console, found, Path("/profiles/one/profile.yaml"))
     return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
 
@@ -83,7 +96,20 @@ def tuned(width: int) -> str:
 def pair(**changes: Any) -> PairReport:
     """A measured pair of models with all that can be said about one."""
     target = ModelFacts(
-        *("big", "llama", 3_000_000_000, 600_000_000, 32, 4096, "bfloat16", "cuda:0", 6 << 30, 1 << 17, 8192, 32_064),
+        *(
+            "big",
+            "llama",
+            3_000_000_000,
+            600_000_000,
+            32,
+            4096,
+            "bfloat16",
+            "cuda:0",
+            6 << 30,
+            1 << 17,
+            8192,
+            32_064,
+        ),
         *("native", None, "the dtype of its weights", None),
     )
     draft = replace(
@@ -116,16 +142,31 @@ def foreign() -> PairReport:
     """A pair whose drafts are in common tokens, not measured; the target's weights do not fit."""
     overlap = TokenOverlap(common=20_000, vocabulary=32_000, covered=300, tokens=500)
     tokens = TokenizerFacts(32_000, 50_000, 20_000, (), None, None, overlap)
-    return pair(tokenizers=tokens, free_bytes=1 << 30, speedup_model=None, parallel_costs=None, threads=None, ranks=None)
+    return pair(
+        tokenizers=tokens,
+        free_bytes=1 << 30,
+        speedup_model=None,
+        parallel_costs=None,
+        threads=None,
+        ranks=None,
+    )
 
 
 def untranslated() -> PairReport:
-    tokens = TokenizerFacts(5, 5, 3, ({"token_id": 3, "target": "a\x1b", "draft": None},), "the tokenizers differ", None)
-    return pair(tokenizers=tokens, draft_free_bytes=1 << 40, draft=replace(pair().target, name="small", device="cpu"))
+    tokens = TokenizerFacts(
+        5, 5, 3, ({"token_id": 3, "target": "a\x1b", "draft": None},), "the tokenizers differ", None
+    )
+    return pair(
+        tokenizers=tokens,
+        draft_free_bytes=1 << 40,
+        draft=replace(pair().target, name="small", device="cpu"),
+    )
 
 
 def pair_text(width: int, *reports: PairReport) -> str:
-    return "\n\n----\n".join("\n".join(map(str, pair_report.lines(each, width, "specgen compare"))) for each in reports)
+    return "\n\n----\n".join(
+        "\n".join(map(str, pair_report.lines(each, width, "specgen compare"))) for each in reports
+    )
 
 
 def rounded(text: str) -> str:
@@ -163,13 +204,17 @@ def values(lines: list[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_are_as_recorded(name: str, tmp_path: Path) -> None:
-    found, wanted = trimmed(VIEWS[name](tmp_path)), trimmed((GOLDEN / name).read_text(encoding="utf-8"))
+    found = trimmed(VIEWS[name](tmp_path))
+    wanted = trimmed((GOLDEN / name).read_text(encoding="utf-8"))
     assert (values(found) == values(wanted)) if name.endswith("jsonl") else (found == wanted)
 
 
 def test_a_path_stays_in_one_piece() -> None:
     path = "/a/folder" * 9
-    lines = [line.plain for line in theme.labelled(Text("not read"), Text(f"in the file {path} is nothing"), 40, 10)]
+    lines = [
+        line.plain
+        for line in theme.labelled(Text("not read"), Text(f"in the file {path} is nothing"), 40, 10)
+    ]
     assert [line.strip() for line in lines] == ["not read  in the file", path, "is nothing"]
 
 
@@ -182,14 +227,18 @@ def test_every_line_fits_its_width(width: int) -> None:
         "pair": pair_text(width, pair(), foreign(), untranslated()),
     }
     for name, text in found.items():
-        assert max(map(len, text.splitlines()), default=0) <= max(width, 52 * (name == "comparison")), name
+        assert max(map(len, text.splitlines()), default=0) <= max(
+            width, 52 * (name == "comparison")
+        ), name
     assert found["trace"].count("Where the time went") == 4
-    for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):  # no name is cut
+    # no name is cut
+    for name in ("ar", "svip", "lookup", "transformers-assisted", "wild", "sd:k=8"):
         assert re.search(rf"^{name}( |$)", found["comparison"], flags=re.MULTILINE)
 
 
 def test_narrow_terminals_drop_columns_by_priority() -> None:
-    titles, left = ("passes", "harm.", "share", "a pass", "length", "lexity", "interval"), []
+    titles = ("passes", "harm.", "share", "a pass", "length", "lexity", "interval")
+    left = []
     for width in range(140, 45, -1):
         lines = [line.plain for line in page(report_of(usual()), width)]
         left.append([title for title in titles if not any(title in line for line in lines[2:4])])
@@ -202,4 +251,6 @@ if __name__ == "__main__":
 
     with TemporaryDirectory() as made:
         for each, view in VIEWS.items():
-            (GOLDEN / each).write_text("\n".join(trimmed(view(Path(made)))) + "\n", encoding="utf-8")
+            (GOLDEN / each).write_text(
+                "\n".join(trimmed(view(Path(made)))) + "\n", encoding="utf-8"
+            )

@@ -31,13 +31,17 @@ def logits_of(module: Any) -> torch.Tensor:
 
 
 def check(folder: Path, module: Any) -> None:
-    torch.testing.assert_close(load(folder).reference_logits(IDS), logits_of(module), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        load(folder).reference_logits(IDS), logits_of(module), rtol=0, atol=1e-4
+    )
 
 
 def change(folder: Path, function: Callable[[Tensors], Tensors]) -> None:
     """Replaces the tensors in a model's file by what `function` returns for them."""
     tensors = load_file(folder / FILE)
-    save_file({name: tensor.contiguous() for name, tensor in function(tensors).items()}, folder / FILE)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in function(tensors).items()}, folder / FILE
+    )
 
 
 def refusal(folder: Path) -> str:
@@ -59,16 +63,30 @@ def test_sharded_files_with_an_index(tmp_path: Path, family: str) -> None:
     assert "cannot read the weights" in refusal(tmp_path)
 
 
-def test_a_single_file_counts_before_an_index_which_names_files_of_its_own_folder(tmp_path: Path) -> None:
-    module, folder = make(variant("llama")), tmp_path / "model"
+def test_a_single_file_counts_before_an_index_which_names_files_of_its_own_folder(
+    tmp_path: Path,
+) -> None:
+    module = make(variant("llama"))
+    folder = tmp_path / "model"
     save(module, folder)
     save_file({"model.norm.weight": torch.zeros(3)}, folder / "consolidated.safetensors")
     (folder / INDEX).write_text('{"weight_map": {"model.norm.weight": "consolidated.safetensors"}}')
     check(folder, module)
     (folder / FILE).rename(tmp_path / FILE)
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(tmp_path / FILE), f"../{FILE}")}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(tmp_path / FILE), f"../{FILE}")})
+    )
     assert "cannot read the weights" in refusal(folder)
-    for damage in ("", "{", "[" * 100_000, "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "\xff"):
+    for damage in (
+        "",
+        "{",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"weight_map": 5}',
+        '{"weight_map": {"a": 5}}',
+        "\xff",
+    ):
         (folder / INDEX).write_bytes(damage.encode("latin-1"))
         refusal(folder)
 
@@ -78,16 +96,27 @@ def without_prefix(tensors: Tensors) -> Tensors:
 
 
 def with_head_alone(tensors: Tensors) -> Tensors:
-    return {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in tensors.items()}
+    return {
+        name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in tensors.items()
+    }
 
 
 def with_harmless_parts(tensors: Tensors) -> Tensors:
-    names = "model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.layers.0.input_layernorm.weight", "v_head.summary.weight"
-    return tensors | {name: torch.ones(4) for name in (*names, "vision_tower.layers.0.mlp.weight", "model.visual.patch.weight")}
+    names = (
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "mtp.layers.0.input_layernorm.weight",
+        "v_head.summary.weight",
+    )
+    return tensors | {
+        name: torch.ones(4)
+        for name in (*names, "vision_tower.layers.0.mlp.weight", "model.visual.patch.weight")
+    }
 
 
 @pytest.mark.parametrize("changes", [without_prefix, with_head_alone, with_harmless_parts])
-def test_other_names_of_a_tied_models_tensors(tmp_path: Path, changes: Callable[[Tensors], Tensors]) -> None:
+def test_other_names_of_a_tied_models_tensors(
+    tmp_path: Path, changes: Callable[[Tensors], Tensors]
+) -> None:
     module = make(variant("llama", 1))
     save(module, tmp_path)
     change(tmp_path, changes)
@@ -130,15 +159,22 @@ def test_missing_and_further_tensors_and_wrong_shapes_are_refused_by_name_before
     assert len(whole) > 8
     monkeypatch.setattr(WeightFiles, "take", lambda *_: pytest.fail("read a tensor"))
     for name in whole:
-        change(tmp_path, lambda _, left=name: {key: tensor for key, tensor in whole.items() if key != left})
-        assert f"lacks 1 of its tensors (the first: {name.removeprefix('model.')})" in refusal(tmp_path)
+        change(
+            tmp_path,
+            lambda _, left=name: {key: tensor for key, tensor in whole.items() if key != left},
+        )
+        assert f"lacks 1 of its tensors (the first: {name.removeprefix('model.')})" in refusal(
+            tmp_path
+        )
         wrong = torch.cat((whole[name], whole[name][:1]))
         change(tmp_path, lambda _, name=name, wrong=wrong: {**whole, name: wrong})
         sizes = " x ".join(map(str, wrong.shape))
         assert f"{name} is {sizes} in its file, but " in refusal(tmp_path)
     more = "model.layers.0.self_attn.x_proj.bias"
     change(tmp_path, lambda _: {**whole, more: torch.ones(64)})
-    assert f"has a tensor that its config.json does not describe (the first: {more})" in refusal(tmp_path)
+    assert f"has a tensor that its config.json does not describe (the first: {more})" in refusal(
+        tmp_path
+    )
 
 
 def test_weights_stay_as_they_were_loaded_when_the_file_is_written_again(tmp_path: Path) -> None:

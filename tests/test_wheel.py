@@ -23,12 +23,15 @@ assert Path(specgen.__file__).is_relative_to(sys.argv[1]), specgen.__file__
 print(len(load_prompts(None)))
 with specgen.load(device="cpu", dtype="float32") as pair:
     for method in ("sd", "eesd-cali"):
-        print(pair.generate("def add(a, b):", method, specgen.SamplingParams(max_new_tokens=4)).text.strip())
+        sampling = specgen.SamplingParams(max_new_tokens=4)
+        print(pair.generate("def add(a, b):", method, sampling).text.strip())
 """
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    found = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
@@ -42,14 +45,26 @@ def test_the_wheel_has_the_package_and_the_prompts_and_nothing_else_and_runs(
     found = files(installed / "specgen")
     assert found.pop("examples.yaml") == (ROOT / "examples.yaml").read_bytes()
     assert found == files(ROOT / "specgen")
-    parts = ("demo/target/model.safetensors", "demo/draft/model.safetensors", "demo/exit/exit.safetensors")
+    parts = (
+        "demo/target/model.safetensors",
+        "demo/draft/model.safetensors",
+        "demo/exit/exit.safetensors",
+    )
     assert set(parts) <= set(found)
     assert any(name.endswith(".html.j2") for name in found)
-    assert {folder.name for folder in installed.iterdir()} == {"specgen", "specgen_cli-0.1.0.dist-info"}
-    entry_points = (installed / "specgen_cli-0.1.0.dist-info" / "entry_points.txt").read_text().split()
+    assert {folder.name for folder in installed.iterdir()} == {
+        "specgen",
+        "specgen_cli-0.1.0.dist-info",
+    }
+    entry_points = (
+        (installed / "specgen_cli-0.1.0.dist-info" / "entry_points.txt").read_text().split()
+    )
     assert entry_points == ["[console_scripts]", "specgen", "=", "specgen.__main__:start"]
-    command, environment = [sys.executable, "-c", PROGRAM, str(installed)], {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PROGRAM, str(installed)]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     prompts, drafted, early = done.stdout.splitlines()
     assert int(prompts) == 36

@@ -1,4 +1,5 @@
-"""PEARL on real models, with the draft in a process of its own or in this one, and every way in which a worker ends."""
+"""PEARL on real models, with the draft in a process of its own or in this one, and every way in
+which a worker ends."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from specgen.workers.process import DraftProcess
 
 SAMPLED = SamplingParams(max_new_tokens=60, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(max_new_tokens=60, seed=5)
-in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc")
+in_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="looks processes up in /proc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +61,22 @@ def process_of(pair: Pair) -> int:
 def comparable(round_: Round) -> object:
     """A round without its seconds and figures; tuples become lists in a pipe."""
     draft = round_.draft
-    return list(draft.tokens), draft.parents, draft.stop_reason, round_.verdict, round_.mode, round_.policy_state
+    return (
+        list(draft.tokens),
+        draft.parents,
+        draft.stop_reason,
+        round_.verdict,
+        round_.mode,
+        round_.policy_state,
+    )
 
 
 def figures(rounds: list[Round]) -> list[float]:
-    """The figures of all drafted tokens. Processes may differ in the last bits: each chooses its kernels by their speed."""
-    return [number for round_ in rounds for number in (*round_.draft.entropies, *round_.draft.top_probs)]
+    """The figures of all drafted tokens. Processes may differ in the last bits: each chooses its
+    kernels by their speed."""
+    return [
+        number for round_ in rounds for number in (*round_.draft.entropies, *round_.draft.top_probs)
+    ]
 
 
 @posix
@@ -79,9 +92,14 @@ def figures(rounds: list[Round]) -> list[float]:
     ids=str,
 )
 def test_a_worker_in_another_process_gives_the_same_rounds_as_one_here(
-    apart: Pair, sampling: SamplingParams, given: dict[str, object], record: bool, monkeypatch: pytest.MonkeyPatch
+    apart: Pair,
+    sampling: SamplingParams,
+    given: dict[str, object],
+    record: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The output does not depend on where the draft runs or how long it takes; penalties apply to it too."""
+    """The output does not depend on where the draft runs or how long it takes; penalties apply to
+    it too."""
     there = apart.generate(PROMPT, "pearl", sampling, window=4, record=record, **given)
     assert there.summary["acceptance_rate"] > 0.3
     monkeypatch.setattr(apart.models, "_worker", None)
@@ -90,10 +108,15 @@ def test_a_worker_in_another_process_gives_the_same_rounds_as_one_here(
     here = apart.generate(PROMPT, "pearl", sampling, window=4, record=record, **given)
     assert figures(there.rounds) == pytest.approx(figures(here.rounds), abs=1e-4)
     if record:
-        overlaps = [[round_.verdict.agreement.overlap for round_ in each.rounds[1:]] for each in (there, here)]  # type: ignore[union-attr]
+        overlaps = [
+            [round_.verdict.agreement.overlap for round_ in each.rounds[1:]]
+            for each in (there, here)
+        ]  # type: ignore[union-attr]
         assert [len(each) for each in overlaps[0]] == [len(each) for each in overlaps[1]]
     elif given.get("policy") != "adaptive":
-        assert [comparable(round_) for round_ in there.rounds] == [comparable(round_) for round_ in here.rounds]
+        assert [comparable(round_) for round_ in there.rounds] == [
+            comparable(round_) for round_ in here.rounds
+        ]
     assert there.token_ids == here.token_ids
     if sampling.greedy:
         assert there.token_ids == apart.generate(PROMPT, "ar", sampling).token_ids
@@ -102,7 +125,9 @@ def test_a_worker_in_another_process_gives_the_same_rounds_as_one_here(
 @posix
 def test_a_worker_keeps_what_adaptive_has_learned_for_the_next_run(apart: Pair) -> None:
     given: dict[str, object] = {"window": 4, "policy": "adaptive", "verify_cost": 0.3}
-    first, second = (apart.generate(PROMPT, "pearl", GREEDY, **given).rounds[1].policy_state for _ in range(2))
+    first, second = (
+        apart.generate(PROMPT, "pearl", GREEDY, **given).rounds[1].policy_state for _ in range(2)
+    )
     assert first != second, "the states before each run's first draft"
 
 
@@ -113,7 +138,8 @@ def test_answers_that_nobody_waits_for_do_not_fill_the_connection(apart: Pair) -
     def fail(*_: object) -> None:
         raise AssertionError("both processes wait for each other")
 
-    worker, before = worker_of(apart), signal.signal(signal.SIGALRM, fail)
+    worker = worker_of(apart)
+    before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(30)
     try:
         for _ in range(3000):
@@ -126,15 +152,24 @@ def test_answers_that_nobody_waits_for_do_not_fill_the_connection(apart: Pair) -
 
 @posix
 def test_runs_may_take_turns_and_be_left_early(apart: Pair) -> None:
-    """Each run has its own policy and its own part of the shared memory. The target gets its threads back."""
-    other, threads, before = [1, 30, 31, 8], torch.get_num_threads(), process_of(apart)
+    """Each run has its own policy and its own part of the shared memory. The target gets its
+    threads back."""
+    other = [1, 30, 31, 8]
+    threads = torch.get_num_threads()
+    before = process_of(apart)
     torch.set_num_threads(2)
     try:
-        alone = [apart.generate(ids, "pearl", SAMPLED, window=3, policy="beta-ts").token_ids for ids in (PROMPT, other)]
+        alone = [
+            apart.generate(ids, "pearl", SAMPLED, window=3, policy="beta-ts").token_ids
+            for ids in (PROMPT, other)
+        ]
         left = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
         next(left), next(left)
         left.close()  # type: ignore[attr-defined]
-        runs = [apart.rounds(ids, "pearl", SAMPLED, window=3, policy="beta-ts") for ids in (PROMPT, other)]
+        runs = [
+            apart.rounds(ids, "pearl", SAMPLED, window=3, policy="beta-ts")
+            for ids in (PROMPT, other)
+        ]
         tokens: list[list[int]] = [[], []]
         going = [0, 1]
         while going:
@@ -164,9 +199,12 @@ def test_a_worker_that_dies_ends_the_run_and_not_the_pair(apart: Pair, moment: s
         tokens: list[int] = []
         while len(tokens) < 60:
             tokens += next(run).token_ids
-        worker_of(apart)._connection.close()  # what a worker that dies between `alive` and `send` looks like
+        # what a worker that dies between `alive` and `send` looks like
+        worker_of(apart)._connection.close()
         assert list(run) == []
-    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60, "a new one is started"
+    assert len(apart.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids) == 60, (
+        "a new one is started"
+    )
 
 
 @posix
@@ -175,18 +213,24 @@ def test_what_fails_in_the_worker_is_told_here(tmp_path: Path) -> None:
     with torch.no_grad():
         draft.lm_head.weight[3] = float("nan")
     target = save(make_model("llama"), tmp_path / "target")
-    with specgen.load(target, save(draft, tmp_path / "draft"), device="cpu", dtype="float32") as pair:
+    with specgen.load(
+        target, save(draft, tmp_path / "draft"), device="cpu", dtype="float32"
+    ) as pair:
         with pytest.raises(RunError, match="draft model's logits hold NaN"):
             pair.generate(PROMPT, "pearl", window=4)
         process = worker_of(pair)
-        with pytest.raises(RunError, match=r"the draft worker failed: AttributeError: .*no attribute 'nothing'"):
+        with pytest.raises(
+            RunError, match=r"the draft worker failed: AttributeError: .*no attribute 'nothing'"
+        ):
             process.receive(process.send("nothing"))
         pid = process_of(pair)
     assert not is_running(pid), "closing the pair ends it"
 
 
 @posix
-def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_begin_says_why_and_spares_the_others(
+    apart: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     going = apart.rounds(PROMPT, "pearl", SAMPLED, window=4)
     next(going), next(going)
 
@@ -201,9 +245,12 @@ def test_a_run_that_cannot_begin_says_why_and_spares_the_others(apart: Pair, mon
 
 
 @posix
-def test_an_interrupt_while_a_run_begins_leaves_the_threads_as_before(apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_a_run_begins_leaves_the_threads_as_before(
+    apart: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process_of(apart)
-    set_threads, before = torch.set_num_threads, torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    before = torch.get_num_threads()
     set_threads(2)
 
     def interrupted(threads: int) -> None:
@@ -237,7 +284,10 @@ def test_a_long_prompt_and_a_short_context_of_the_draft(tmp_path: Path) -> None:
     sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
     with specgen.load(target, draft, device="cpu", dtype="float32") as pair:
         for ids in (PROMPT, [1, *range(3, 40)]):
-            assert pair.generate(ids, "pearl", sampling, window=4).token_ids == pair.generate(ids, "ar", sampling).token_ids
+            assert (
+                pair.generate(ids, "pearl", sampling, window=4).token_ids
+                == pair.generate(ids, "ar", sampling).token_ids
+            )
 
 
 @pytest.mark.parametrize("length", [1, 100, 126, 127])
@@ -256,7 +306,9 @@ def test_the_window_is_measured_wherever_a_prompt_ends(
 
 @posix
 @pytest.mark.parametrize("method", ["lookup", "pearl"])
-def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders: tuple[str, str], method: str) -> None:
+def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(
+    folders: tuple[str, str], method: str
+) -> None:
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     settings: dict[str, object] = {"window": 4} if method == "pearl" else {}
     pair = specgen.load(*folders, device="cpu", dtype="float32")
@@ -266,11 +318,18 @@ def test_a_closed_pair_says_so_and_a_run_that_has_begun_can_be_finished(folders:
     pair.close()
     pair.close()
     if method == "pearl":
-        with pytest.raises(RunError, match=r"the draft worker of this run was ended\. Finish a run before"):
+        with pytest.raises(
+            RunError, match=r"the draft worker of this run was ended\. Finish a run before"
+        ):
             next(run)
     else:
         assert sum(len(round_.token_ids) for round_ in run) > 20
-    for use in (pair.prepare, pair.run, lambda _: pair.generate(PROMPT, method), lambda _: pass_costs(pair, 4)):
+    for use in (
+        pair.prepare,
+        pair.run,
+        lambda _: pair.generate(PROMPT, method),
+        lambda _: pass_costs(pair, 4),
+    ):
         with pytest.raises(SpecgenError, match="the pair of models is closed"):
             use(request)
 
@@ -285,17 +344,21 @@ def test_a_worker_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyP
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("specgen.workers.process.subprocess.Popen", refuse)
-    with pytest.raises(RunError, match=r"the draft worker cannot be started: Resource temporarily unavailable.*-m svip"):
+    with pytest.raises(
+        RunError,
+        match=r"the draft worker cannot be started: Resource temporarily unavailable.*-m svip",
+    ):
         DraftProcess()
     assert (variables["OMP_WAIT_POLICY"], os.environ.get("OMP_WAIT_POLICY")) == ("PASSIVE", None)
 
 
-# ------------------------------------------------------------------ however a run ends, it does not hang and leaves no process
+# --------------------------------------- however a run ends, it does not hang and leaves no process
 
 _PARENT = """
 import os, subprocess, sys
 connection, memory = map(int, sys.argv[1:])
-command = [sys.executable, "-P", "-m", "specgen.workers", str(connection), str(os.getpid()), str(memory)]
+arguments = [str(connection), str(os.getpid()), str(memory)]
+command = [sys.executable, "-P", "-m", "specgen.workers", *arguments]
 worker = subprocess.Popen(command, pass_fds=[connection, memory], start_new_session=True)
 print(worker.pid, flush=True)
 sys.stdin.read()
@@ -304,14 +367,19 @@ sys.stdin.read()
 
 @posix
 @in_proc
-def test_a_worker_leaves_with_its_parent_though_the_message_it_reads_never_ends(tmp_path: Path) -> None:
-    """Another process, here the test, still holds the connection open, as any other child of the parent might."""
+def test_a_worker_leaves_with_its_parent_though_the_message_it_reads_never_ends(
+    tmp_path: Path,
+) -> None:
+    """Another process, here the test, still holds the connection open, as any other child of the
+    parent might."""
     ours, theirs = Pipe()
     with (tmp_path / "memory").open("w+b") as memory, ours, theirs:
         memory.truncate(1 << 16)
         descriptors = theirs.fileno(), memory.fileno()
         command = [sys.executable, "-c", _PARENT, *map(str, descriptors)]
-        parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=descriptors)
+        parent = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=descriptors
+        )
         os.write(ours.fileno(), (1000).to_bytes(4, "big") + b"the beginning")
         assert parent.stdin is not None
         assert parent.stdout is not None
@@ -346,7 +414,18 @@ class Running:
     """`specgen generate -m pearl` on the bundled pair, and the worker that it started."""
 
     def __init__(self) -> None:
-        command = ["generate", "-m", "pearl", "--set", "window=6", "-n", "700", "--ignore-eos", "--temperature", "1"]
+        command = [
+            "generate",
+            "-m",
+            "pearl",
+            "--set",
+            "window=6",
+            "-n",
+            "700",
+            "--ignore-eos",
+            "--temperature",
+            "1",
+        ]
         self.process = Forked(*command, "def f(")
         self.workers: list[int] = []
 
@@ -363,7 +442,8 @@ class Running:
         return worker
 
     def end(self) -> tuple[int, str]:
-        """Exit code and standard error; checks that no process remains; the shared memory has no name and ends with them."""
+        """Exit code and standard error; checks that no process remains; the shared memory has no
+        name and ends with them."""
         self.find_worker()
         _, err = self.process.communicate(timeout=LONGEST)
         assert wait_until(lambda: not any(map(is_running, self.workers))), "a worker is left"
@@ -403,7 +483,9 @@ def test_a_command_that_generates_is_ended(running: Running, ending: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("is_interrupted", [False, True])
 @pytest.mark.parametrize("seed", range(50))
-def test_a_worker_killed_or_ctrl_c_at_any_moment(running: Running, seed: int, is_interrupted: bool) -> None:
+def test_a_worker_killed_or_ctrl_c_at_any_moment(
+    running: Running, seed: int, is_interrupted: bool
+) -> None:
     time.sleep(random.Random(seed).uniform(0.3, LIFE))
     worker = running.find_worker()
     if running.process.poll() is None and is_interrupted:
@@ -412,9 +494,12 @@ def test_a_worker_killed_or_ctrl_c_at_any_moment(running: Running, seed: int, is
         os.kill(worker, signal.SIGKILL)
     code, err = running.end()
     if code == 1:
-        assert re.fullmatch("(.*pearl\n)?error: the draft worker is gone .SIGKILL.*-m svip.*\n", err), err
+        assert re.fullmatch(
+            "(.*pearl\n)?error: the draft worker is gone .SIGKILL.*-m svip.*\n", err
+        ), err
     else:
-        codes = (130, 0, -signal.SIGINT)  # the last one if the signal arrives before Python's handler is installed
+        # the last one if the signal arrives before Python's handler is installed
+        codes = (130, 0, -signal.SIGINT)
         assert code in (codes if is_interrupted else (0,)), err
         assert code == -signal.SIGINT or "Traceback" not in err
 
@@ -431,6 +516,8 @@ def test_on_a_gpu(folders: tuple[str, str], draft: str | None) -> None:
         for window in ("auto", 1, 4):
             expected = pair.generate(PROMPT, "ar", GREEDY).token_ids
             assert pair.generate(PROMPT, "pearl", GREEDY, window=window).token_ids == expected
-        first, second = (pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2))
+        first, second = (
+            pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2)
+        )
         assert first == second
         assert pair.models.drafts_here() == (draft is None)

@@ -12,12 +12,15 @@ from specgen.engine.spread.ranks import Group
 
 
 class ThreadRanks(Group):
-    """A rank that is one of `size` threads. They exchange messages through `shared`, the same objects in all of them.
+    """A rank that is one of `size` threads. They exchange messages through `shared`, the same
+    objects in all of them.
 
     `sums` counts the calls of `sum`.
     """
 
-    def __init__(self, rank: int, size: int, shared: tuple[threading.Barrier, dict[int, Any]]) -> None:
+    def __init__(
+        self, rank: int, size: int, shared: tuple[threading.Barrier, dict[int, Any]]
+    ) -> None:
         super().__init__(rank, size, rank)
         self._barrier, self._given = shared
         self.sums = 0
@@ -43,7 +46,8 @@ class ThreadRanks(Group):
 
 
 def run_on(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """Calls `work` for each of `size` ranks in a thread of its own. Returns the results by rank; raises the first error."""
+    """Calls `work` for each of `size` ranks in a thread of its own. Returns the results by rank;
+    raises the first error."""
     shared = threading.Barrier(size), dict[int, Any]()
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -56,7 +60,10 @@ def run_on(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
             errors.append(error)
             own._barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(ThreadRanks(rank, size, shared),)) for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(ThreadRanks(rank, size, shared),))
+        for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,11 +12,34 @@ from typing import Any
 from specgen.base.types import PHASES
 
 Line = dict[str, Any]
-WORDS = ["<eos>", " starts", " with", " 24", " pencils", ".", " 3", " packs", " of", " baskets", "Hello", "\n    ", " wor", "ld"]
+WORDS = [
+    "<eos>",
+    " starts",
+    " with",
+    " 24",
+    " pencils",
+    ".",
+    " 3",
+    " packs",
+    " of",
+    " baskets",
+    "Hello",
+    "\n    ",
+    " wor",
+    "ld",
+]
 
 
 def start_line(method: str = "svip", **changes: Any) -> Line:
-    sampling = {"max_new_tokens": 128, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 3, "stop": [], "ignore_eos": False}
+    sampling = {
+        "max_new_tokens": 128,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 3,
+        "stop": [],
+        "ignore_eos": False,
+    }
     return {
         "type": "start",
         "method": method,
@@ -28,15 +51,26 @@ def start_line(method: str = "svip", **changes: Any) -> Line:
         "dtype": "float32",
         "prompt_ids": [1, 2, 3],
         "sampling": sampling,
-        "versions": {"specgen": "0.1.0", "python": "3.11.2", "torch": "2.13.0", "transformers": "5.23.0"},
+        "versions": {
+            "specgen": "0.1.0",
+            "python": "3.11.2",
+            "torch": "2.13.0",
+            "transformers": "5.23.0",
+        },
         **changes,
     }
 
 
 def round_line(
-    index: int, draft: Sequence[int] = (), accepted: int = 0, token: int | None = 10, source: str | None = None, **changes: Any
+    index: int,
+    draft: Sequence[int] = (),
+    accepted: int = 0,
+    token: int | None = 10,
+    source: str | None = None,
+    **changes: Any,
 ) -> Line:
-    """The line of a round whose draft is a chain of the tokens `draft`, of which the first `accepted` are accepted."""
+    """The line of a round whose draft is a chain of the tokens `draft`, of which the first
+    `accepted` are accepted."""
     return {
         "type": "round",
         "index": index,
@@ -52,7 +86,8 @@ def round_line(
         "entropies": [0.5] * len(draft),
         "top_probs": [0.75] * len(draft),
         "policy": None,
-        "seconds": dict.fromkeys(PHASES, 0.0) | ({"draft": 0.25, "verify": 0.5} if index else {"prefill": 0.125}),
+        "seconds": dict.fromkeys(PHASES, 0.0)
+        | ({"draft": 0.25, "verify": 0.5} if index else {"prefill": 0.125}),
         **changes,
     }
 
@@ -60,13 +95,24 @@ def round_line(
 def summary_line(rounds: Sequence[Line], finish_reason: str = "length") -> Line:
     """The summary line of a run with these round lines."""
     own = [[line["token_id"]] if line["token_id"] is not None else [] for line in rounds]
-    token_ids = [token for line, last in zip(rounds, own, strict=True) for token in (*line["accepted_ids"], *last)]
+    token_ids = [
+        token
+        for line, last in zip(rounds, own, strict=True)
+        for token in (*line["accepted_ids"], *last)
+    ]
     text = "".join(WORDS[token] for token in token_ids).removesuffix(WORDS[0])
-    return {"type": "summary", "method": "svip", "text": text, "token_ids": token_ids, "finish_reason": finish_reason}
+    return {
+        "type": "summary",
+        "method": "svip",
+        "text": text,
+        "token_ids": token_ids,
+        "finish_reason": finish_reason,
+    }
 
 
 def a_run(method: str = "svip", **changes: Any) -> list[Line]:
-    """The lines of a run with six rounds: a whole draft, corrections, a discarded tail, an end-of-sequence inside the draft."""
+    """The lines of a run with six rounds: a whole draft, corrections, a discarded tail, an
+    end-of-sequence inside the draft."""
     rounds = [
         round_line(0, token=10),
         round_line(1, (1, 2, 3), 3, 4, "bonus"),
@@ -79,27 +125,51 @@ def a_run(method: str = "svip", **changes: Any) -> list[Line]:
 
 
 def write(path: Path, *lines: Line) -> Path:
-    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+    )
     return path
 
 
-def a_recorded_run(rounds: int, seed: int = 0, method: str = "beta-ts", **changes: Any) -> list[Line]:
-    """The lines of a run of random rounds with all that a trace can have: entropies, `overlap` and `kl`, the bandit's state."""
+def a_recorded_run(
+    rounds: int, seed: int = 0, method: str = "beta-ts", **changes: Any
+) -> list[Line]:
+    """The lines of a run of random rounds with all that a trace can have: entropies, `overlap` and
+    `kl`, the bandit's state."""
     rng = random.Random(seed)
-    alpha, beta = 1.0, 1.0
+    alpha = 1.0
+    beta = 1.0
     made = [round_line(0, token=10)]
     for index in range(1, rounds):
         draft = [rng.randrange(1, len(WORDS)) for _ in range(rng.choice((1, 2, 3, 4, 5, 8)))]
         entropies = [rng.expovariate(1.2) for _ in draft]
         kl = [entropy * rng.uniform(0.1, 0.9) for entropy in entropies]
         overlap = [1 - rng.uniform(0.4, 1.0) * math.sqrt(1 - math.exp(-figure)) for figure in kl]
-        accepted = next((position for position, chance in enumerate(overlap) if rng.random() > chance), len(draft))
-        alpha, beta = alpha + accepted, beta + min(accepted + 1, len(draft)) - accepted
+        accepted = next(
+            (position for position, chance in enumerate(overlap) if rng.random() > chance),
+            len(draft),
+        )
+        alpha = alpha + accepted
+        beta = beta + min(accepted + 1, len(draft)) - accepted
         source = "bonus" if accepted == len(draft) else "correction"
         line = round_line(index, draft, accepted, rng.randrange(1, len(WORDS)), source)
         top_probs = [math.exp(-entropy) for entropy in entropies]
-        seconds = {"prefill": 0.0, "draft": 0.002 * len(draft), "verify": 0.006, "sample": 0.0003, "other": 0.0001}
-        line |= {"entropies": entropies, "top_probs": top_probs, "overlap": overlap, "kl": kl, "seconds": seconds}
+        seconds = {
+            "prefill": 0.0,
+            "draft": 0.002 * len(draft),
+            "verify": 0.006,
+            "sample": 0.0003,
+            "other": 0.0001,
+        }
+        line |= {
+            "entropies": entropies,
+            "top_probs": top_probs,
+            "overlap": overlap,
+            "kl": kl,
+            "seconds": seconds,
+        }
         line["predicted"] = [*top_probs[:-1], None]
-        made.append(line | {"policy": {"alpha": alpha, "beta": beta}, "stop_reason": "bandit θ 0.71"})
+        made.append(
+            line | {"policy": {"alpha": alpha, "beta": beta}, "stop_reason": "bandit θ 0.71"}
+        )
     return [start_line(method, **changes), *made, summary_line(made)]

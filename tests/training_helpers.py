@@ -1,4 +1,5 @@
-"""What the training tests share: a tiny recipe, models on a CPU, one way to train each kind, an observer, and the command."""
+"""What the training tests share: a tiny recipe, models on a CPU, one way to train each kind, an
+observer, and the command."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ TEXTS = [[5, 9, 7, 3, 11, 30, 31], [4, 8], [32, 33, 34, 35, 36, 37, 38, 39, 40, 
 
 
 class Recorder:
-    """Records what a training shows, and requests a stop once it has shown the stage `stage` `stop_after` times (0: never)."""
+    """Records what a training shows, and requests a stop once it has shown the stage `stage`
+    `stop_after` times (0: never)."""
 
     def __init__(self, stage: str = "", stop_after: int = 0) -> None:
-        self._stage, self._stop_after = stage, stop_after
+        self._stage = stage
+        self._stop_after = stop_after
         self.shown: dict[str, list[str]] = {"Generating text": [], "Training": []}
         self.messages: list[str] = []
 
@@ -40,10 +43,14 @@ class Recorder:
         return len(self.shown.get(self._stage, [])) == self._stop_after > 0
 
 
-def task_of(out: Path, recipe: Recipe = TINY, recorder: Recorder | None = None, **texts: Any) -> TrainingTask:
+def task_of(
+    out: Path, recipe: Recipe = TINY, recorder: Recorder | None = None, **texts: Any
+) -> TrainingTask:
     seen = recorder or Recorder()
     callbacks: dict[str, Callable[..., Any]] = {"announce": seen.messages.append}
-    return TrainingTask(out, recipe, show=seen.show, stop_requested=seen.stop_requested, **callbacks, **texts)
+    return TrainingTask(
+        out, recipe, show=seen.show, stop_requested=seen.stop_requested, **callbacks, **texts
+    )
 
 
 def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
@@ -52,15 +59,21 @@ def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
 
 
 def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: Any) -> Any:
-    """The objective of `specgen tune --train --methods KIND`. `arguments` are further ones of its constructor."""
+    """The objective of `specgen tune --train --methods KIND`. `arguments` are further ones of its
+    constructor."""
     module, name = TRAINABLE[kind].objective.split(".")
     return getattr(import_module(f"specgen.train.{module}"), name)(task, target, *arguments)
 
 
-def written(target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part) -> list[Text]:
-    """Texts of at most `length` tokens that the target generates after the prompts, to be used for `part`."""
+def written(
+    target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part
+) -> list[Text]:
+    """Texts of at most `length` tokens that the target generates after the prompts, to be used for
+    `part`."""
     texts = continuations(target, prompts, length, greedy=greedy, seed=1)
-    return [Text(text, len(prompt), greedy, part) for prompt, text in zip(prompts, texts, strict=True)]
+    return [
+        Text(text, len(prompt), greedy, part) for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def corpus_of(path: Path, target: LoadedModel) -> Corpus:
@@ -79,7 +92,8 @@ def packed(texts: Sequence[Sequence[int]], length: int) -> PackedBatch:
 
 
 def train_command(method: str, corpus: Path, out: Path | None, *more: str) -> list[str]:
-    """The arguments of `specgen tune --train` with tiny batches; without `out`, no output folder is named."""
+    """The arguments of `specgen tune --train` with tiny batches; without `out`, no output folder is
+    named."""
     named = ["--corpus", str(corpus), *(["--out", str(out)] if out is not None else [])]
     sizes = ["--window", "24", "--batch-size", "4", "--device", "cpu", "--dtype", "float32"]
     return ["tune", "--train", "--methods", method, *named, *sizes, *more]
@@ -90,7 +104,8 @@ def invoke(arguments: list[str]) -> Result:
 
 
 def refused(arguments: list[str]) -> str:
-    """Runs the command, which has to refuse its options with exit code 2 and one line on stderr. Returns this line."""
+    """Runs the command, which has to refuse its options with exit code 2 and one line on stderr.
+    Returns this line."""
     result = invoke(arguments)
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()

@@ -1,4 +1,5 @@
-"""Draft models with another tokenizer than the bundled target's, made from the bundled draft model."""
+"""Draft models with another tokenizer than the bundled target's, made from the bundled draft
+model."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ _ID_FIELDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 def permuted(folder: Path) -> Path:
-    """Writes the bundled draft model with its tokens in another order, that is with other ids. Returns the folder."""
+    """Writes the bundled draft model with its tokens in another order, that is with other ids.
+    Returns the folder."""
     shutil.copytree(demo.folder("draft"), folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     order = list(range(len(tokenizer["model"]["vocab"])))
     Random(0).shuffle(order)  # the new id of each old one
-    tokenizer["model"]["vocab"] = {token: order[id_] for token, id_ in tokenizer["model"]["vocab"].items()}
+    tokenizer["model"]["vocab"] = {
+        token: order[id_] for token, id_ in tokenizer["model"]["vocab"].items()
+    }
     for token in tokenizer["added_tokens"]:
         token["id"] = order[token["id"]]
     tokenizer["added_tokens"].sort(key=lambda token: token["id"])
@@ -42,7 +46,8 @@ def permuted(folder: Path) -> Path:
 
 
 def retokenized(folder: Path, tokenizer: str) -> Path:
-    """Writes the bundled draft model with another tokenizer, given as a tokenizer.json with the tokens `<s>` and `</s>`.
+    """Writes the bundled draft model with another tokenizer, given as a tokenizer.json with the
+    tokens `<s>` and `</s>`.
 
     A token's embedding is the mean of those that the bundled tokenizer splits its bytes into.
     """
@@ -52,7 +57,8 @@ def retokenized(folder: Path, tokenizer: str) -> Path:
     named = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
     new = load_tokenizer(folder, {"model_type": "llama"}, trust_remote_code=False)
-    pieces, ids = token_bytes(new).pieces, token_bytes(own).ids
+    pieces = token_bytes(new).pieces
+    ids = token_bytes(own).ids
     assert own.pipeline is not None
 
     def parts(piece: bytes | None, id_: int) -> list[int]:
@@ -66,24 +72,41 @@ def retokenized(folder: Path, tokenizer: str) -> Path:
 
     rows = [parts(piece, id_) for id_, piece in enumerate(pieces)]
     special = token_bytes(new).special
-    fields = {"vocab_size": len(rows), "bos_token_id": special["bos"], "eos_token_id": special["eos"], "pad_token_id": 0}
-    _save(folder, lambda table: torch.stack([table[part].float().mean(dim=0).to(table.dtype) for part in rows]), fields)
+    fields = {
+        "vocab_size": len(rows),
+        "bos_token_id": special["bos"],
+        "eos_token_id": special["eos"],
+        "pad_token_id": 0,
+    }
+    _save(
+        folder,
+        lambda table: torch.stack(
+            [table[part].float().mean(dim=0).to(table.dtype) for part in rows]
+        ),
+        fields,
+    )
     return folder
 
 
-def _save(folder: Path, rows: Callable[[torch.Tensor], torch.Tensor], fields: dict[str, int]) -> None:
+def _save(
+    folder: Path, rows: Callable[[torch.Tensor], torch.Tensor], fields: dict[str, int]
+) -> None:
     tensors = load_file(folder / "model.safetensors")
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | {_EMBEDDING: rows(tensors[_EMBEDDING]).contiguous()}
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()} | {
+        _EMBEDDING: rows(tensors[_EMBEDDING]).contiguous()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
         config = json.loads((folder / name).read_text(encoding="utf-8"))
         (folder / name).write_text(
-            json.dumps(config | {key: value for key, value in fields.items() if key in config}), encoding="utf-8"
+            json.dumps(config | {key: value for key, value in fields.items() if key in config}),
+            encoding="utf-8",
         )
 
 
 def other_merges(folder: Path) -> Path:
-    """Writes the bundled draft model with a byte-level tokenizer whose merges were trained on other text. Returns the folder."""
+    """Writes the bundled draft model with a byte-level tokenizer whose merges were trained on other
+    text. Returns the folder."""
     return retokenized(folder, byte_level(with_template=True))
 
 

@@ -19,16 +19,24 @@ from specgen.tune.simulator import run_seed
 
 GREEDY = SamplingParams(max_new_tokens=24, seed=3)
 PROMPTS = [[5, 9, 7, 3, 11, 5, 9, 7], [20, 21, 22, 4, 6], [8, 8, 13, 30, 31]]
-COSTS = RoundCosts(CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0)
+COSTS = RoundCosts(
+    CostTable({8: Curve({0: 0.0, 1: 1.0, 2: 2.0})}), CostTable({8: Curve({1: 10.0, 2: 10.0})}), 0.0
+)
 PairOf = Callable[[str, str], Pair]
-TEXTS = [Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])]
+TEXTS = [
+    Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])
+]
 
 
-def really(pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY) -> Figures:
+def really(
+    pair: Pair, name: str, given: dict[str, object], sampling: SamplingParams = GREEDY
+) -> Figures:
     """Real runs on all prompts, each with the seed of the simulated run on it."""
     summary = Figures(name)
     for number, prompt in enumerate(PROMPTS):
-        for round_ in pair.rounds(prompt, name, replace(sampling, seed=run_seed(number, sampling.seed or 0)), **given):
+        for round_ in pair.rounds(
+            prompt, name, replace(sampling, seed=run_seed(number, sampling.seed or 0)), **given
+        ):
             summary.add(round_)
     return summary
 
@@ -39,7 +47,9 @@ CURVES = {"drafting": {8: {0: 0.0, 1: 0.002}}, "judging": {8: {1: 0.01, 2: 0.012
 def outcome() -> TuningOutcome:
     """The outcome of a tuning in which svip and plain decoding were run on the real models."""
     methods = [
-        Candidate("svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 118.0, 1.4, 1.2, 1.6),
+        Candidate(
+            "svip", {"threshold": 0.45, "c": 0.15, "max_draft": 12}, 120.0, 118.0, 1.4, 1.2, 1.6
+        ),
         Candidate("sd", {"k": 3}, 100.0),
         Candidate("confidence", {"threshold": 0.4, "max_draft": 8}, 90.0),
         Candidate("lookup", {"k": 4, "ngram": 2}, 85.0),
@@ -55,6 +65,9 @@ def finished(observer: Mock) -> list[str]:
 
 
 def generated(pair: tuple[str, ...], *more: str) -> str:
-    result = CliRunner().invoke(app, ["generate", "abcabc", *pair, "--device", "cpu", "--dtype", "float32", "-n", "6", *more])
+    result = CliRunner().invoke(
+        app,
+        ["generate", "abcabc", *pair, "--device", "cpu", "--dtype", "float32", "-n", "6", *more],
+    )
     assert result.exit_code == 0, result.stderr
     return result.stderr

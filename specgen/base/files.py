@@ -1,5 +1,5 @@
-"""Files and the user's folders: atomic replacement, checks that a file can be written before long work starts, locks, and the
-names of what specgen keeps. Imports no torch."""
+"""Files and the user's folders: atomic replacement, checks that a file can be written before long
+work starts, locks, and the names of what specgen keeps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,24 @@ if TYPE_CHECKING:
 
 EXIT_WEIGHTS = "exit.safetensors"
 HEAD_DESCRIPTION = "head.yaml"
-_STREAMS = {"/dev/stdout": 1, "/dev/fd/1": 1, "/proc/self/fd/1": 1, "/dev/stderr": 2, "/dev/fd/2": 2, "/proc/self/fd/2": 2}
+_STREAMS = {
+    "/dev/stdout": 1,
+    "/dev/fd/1": 1,
+    "/proc/self/fd/1": 1,
+    "/dev/stderr": 2,
+    "/dev/fd/2": 2,
+    "/proc/self/fd/2": 2,
+}
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """Yields a file to write to, which atomically replaces `path` at the end of the block.
 
-    So `path` is always complete, the old file or the new one, even after a kill, with a full disk or with two writers at once.
-    A symbolic link stays, and the file that it names is replaced; permissions stay too. What is not a regular file (a device, a
-    FIFO) is written to and not replaced. Raises OSError.
+    So `path` is always complete, the old file or the new one, even after a kill, with a full disk
+    or with two writers at once. A symbolic link stays, and the file that it names is replaced;
+    permissions stay too. What is not a regular file (a device, a FIFO) is written to and not
+    replaced. Raises OSError.
     """
     stream = own_stream(path)
     if stream is not None or not _is_replaceable(path):
@@ -46,7 +54,9 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(part, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask())
+        os.chmod(
+            part, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        )
         os.replace(part, target)
     except BaseException:
         Path(part).unlink(missing_ok=True)
@@ -60,9 +70,11 @@ def _umask() -> int:
 
 
 def own_stream(path: Path) -> FileIO | None:
-    """Opens standard output or standard error if `path` is a name of one of them, such as /dev/stdout; otherwise returns None.
+    """Opens standard output or standard error if `path` is a name of one of them, such as
+    /dev/stdout; otherwise returns None.
 
-    Opening such a path itself is wrong where the stream is redirected to a file: writing would start at the file's beginning.
+    Opening such a path itself is wrong where the stream is redirected to a file: writing would
+    start at the file's beginning.
     """
     if str(path) not in _STREAMS:
         return None
@@ -72,21 +84,23 @@ def own_stream(path: Path) -> FileIO | None:
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Whether `path` names a regular file, or no file yet. False for an open file whose name was deleted, such as one at
-    /dev/fd/3."""
+    """Whether `path` names a regular file, or no file yet. False for an open file whose name was
+    deleted, such as one at /dev/fd/3."""
     target = Path(os.path.realpath(path))
     return not path.exists() or (path.is_file() and target.exists())
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes `text` to `path` in UTF-8 and atomically (see `whole_file`). Creates the folder if it is missing. Raises OSError."""
+    """Writes `text` to `path` in UTF-8 and atomically (see `whole_file`). Creates the folder if it
+    is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(text.encode())
 
 
 def write_pieces(path: Path, pieces: Iterable[str]) -> None:
-    """Writes text to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Lone surrogates become question marks.
+    """Writes text to `path` in UTF-8, piece by piece and atomically (see `whole_file`). Lone
+    surrogates become question marks.
 
     Raises RunError if the file cannot be written.
     """
@@ -107,19 +121,23 @@ def write_new(path: Path, text: str, what: str) -> None:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)
     except FileExistsError as error:
-        raise SpecgenError(f"{path} exists, and nothing is overwritten", "Name a new file") from error
+        raise SpecgenError(
+            f"{path} exists, and nothing is overwritten", "Name a new file"
+        ) from error
     except OSError as error:
         raise RunError(f"cannot write {path}: {_reason(error)}") from error
 
 
 def files_in(folder: Path, *patterns: str) -> list[Path]:
-    """Returns the files in a folder whose names match one of the patterns, in order, without macOS's side files (`._name`)."""
+    """Returns the files in a folder whose names match one of the patterns, in order, without
+    macOS's side files (`._name`)."""
     found = {path for pattern in patterns for path in folder.glob(pattern)}
     return sorted(path for path in found if not path.name.startswith("._"))
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The file is not changed.
+    """Raises SpecgenError if the file `path` cannot be written, RunError if the disk is full. The
+    file is not changed.
 
     To be called before long work starts. `what` names the file in messages.
     """
@@ -131,7 +149,9 @@ def check_writable(path: Path, what: str) -> None:
         if path.is_dir():
             raise SpecgenError(f"{named}: it is a folder", "Name a file in it")
         if not folder.is_dir():
-            raise SpecgenError(f"{named}: there is no folder {path.parent}", "Create it first, or name another")
+            raise SpecgenError(
+                f"{named}: there is no folder {path.parent}", "Create it first, or name another"
+            )
         if _is_replaceable(path):
             tempfile.TemporaryFile(dir=folder).close()
         elif not os.access(path, os.W_OK):
@@ -142,7 +162,8 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def make_writable_folder(folder: Path) -> None:
-    """Creates a folder if it is missing. Raises SpecgenError if it cannot be created, or if no file can be written in it."""
+    """Creates a folder if it is missing. Raises SpecgenError if it cannot be created, or if no file
+    can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -156,9 +177,11 @@ def _reason(error: OSError) -> str:
 
 
 def file_identity(path: Path) -> Hashable:
-    """Returns a value that is equal for all names of one file, whether the file exists already or not.
+    """Returns a value that is equal for all names of one file, whether the file exists already or
+    not.
 
-    Returns None for devices, standard output and standard error, to which several writers may write.
+    Returns None for devices, standard output and standard error, to which several writers may
+    write.
     """
     if str(path) in _STREAMS:
         return None
@@ -173,8 +196,9 @@ def file_identity(path: Path) -> Hashable:
 def take_lock(path: Path) -> FileLock | None:
     """Takes the lock for writing the file `path` and returns it; None if another process holds it.
 
-    The lock ends when it is released or the process ends. It is a file in the folder of caches, so it is seen only by processes
-    of this user on this machine. Where no lock file can be made, the lock that is returned excludes nobody.
+    The lock ends when it is released or the process ends. It is a file in the folder of caches, so
+    it is seen only by processes of this user on this machine. Where no lock file can be made, the
+    lock that is returned excludes nobody.
     """
     from filelock import FileLock, Timeout
 
@@ -186,35 +210,47 @@ def take_lock(path: Path) -> FileLock | None:
         lock.acquire(blocking=False)
     except Timeout:
         return None
-    except (OSError, NotImplementedError):  # a folder that cannot be written, a file system without locks
+    # a folder that cannot be written, a file system without locks
+    except (OSError, NotImplementedError):
         pass
     return lock
 
 
 def examples_file() -> Path:
-    """The path of `examples.yaml`, the prompts for the bundled pair of demo models: in the installed package, or at the top of a
-    source checkout."""
+    """The path of `examples.yaml`, the prompts for the bundled pair of demo models: in the
+    installed package, or at the top of a source checkout."""
     package = Path(__file__).parent.parent
     inside = package / "examples.yaml"
     return inside if inside.is_file() else package.parent / "examples.yaml"
 
 
 def data_folder() -> Path:
-    """The folder for tuning profiles and trained parts of models: the environment variable `SPECGEN_DATA`, or if it is not set a
-    folder in the user's data folder."""
-    return _user_folder("SPECGEN_DATA", "Application Support/specgen", "specgen/Data", "XDG_DATA_HOME", ".local/share")
+    """The folder for tuning profiles and trained parts of models: the environment variable
+    `SPECGEN_DATA`, or if it is not set a folder in the user's data folder."""
+    return _user_folder(
+        "SPECGEN_DATA",
+        "Application Support/specgen",
+        "specgen/Data",
+        "XDG_DATA_HOME",
+        ".local/share",
+    )
 
 
 def cache_folder() -> Path:
-    """The folder for cached measurements, which can be deleted and measured again: the environment variable `SPECGEN_CACHE`, or
-    if it is not set a folder in the user's cache folder."""
-    return _user_folder("SPECGEN_CACHE", "Caches/specgen", "specgen/Cache", "XDG_CACHE_HOME", ".cache")
+    """The folder for cached measurements, which can be deleted and measured again: the environment
+    variable `SPECGEN_CACHE`, or if it is not set a folder in the user's cache folder."""
+    return _user_folder(
+        "SPECGEN_CACHE", "Caches/specgen", "specgen/Cache", "XDG_CACHE_HOME", ".cache"
+    )
 
 
-def _user_folder(override: str, on_macos: str, on_windows: str, xdg_variable: str, xdg_default: str) -> Path:
+def _user_folder(
+    override: str, on_macos: str, on_windows: str, xdg_variable: str, xdg_default: str
+) -> Path:
     if own := os.environ.get(override):
         return Path(own)
-    home = Path(os.path.expanduser("~"))  # unlike Path.home(), works for a user without a home folder
+    # unlike Path.home(), works for a user without a home folder
+    home = Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         return home / "Library" / on_macos
     if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
@@ -223,8 +259,9 @@ def _user_folder(override: str, on_macos: str, on_windows: str, xdg_variable: st
 
 
 def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path:
-    """The folder for what belongs to a pair of models, such as tuning profiles. Its name contains the models' names and the
-    fingerprint of the target's weights. `draft` is None if there is no draft model."""
+    """The folder for what belongs to a pair of models, such as tuning profiles. Its name contains
+    the models' names and the fingerprint of the target's weights. `draft` is None if there is no
+    draft model."""
     names = "+".join(readable(name) for name in (target, draft) if name is not None)
     return data_folder() / "pairs" / f"{names}-{target_fingerprint}"
 
@@ -232,18 +269,19 @@ def pair_folder(target: str, target_fingerprint: str, draft: str | None) -> Path
 def part_folder(kind: str, target: str, target_fingerprint: str) -> Path:
     """The folder for a trained part of a target; the draft model does not matter.
 
-    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head: `medusa`, `eagle`, ...
+    `kind` is `exit` (a layer that drafts after the target's first layers) or the kind of a head:
+    `medusa`, `eagle`, ...
     """
     own = pair_folder(target, target_fingerprint, None)
     return own if kind == "exit" else own / "heads" / kind
 
 
 def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
-    """The folder of the part of this kind that was trained on this machine for a target with these weights; None if there is
-    none.
+    """The folder of the part of this kind that was trained on this machine for a target with these
+    weights; None if there is none.
 
-    The fingerprint of the weights decides: a part is found even if the target had another name (such as another path) when the
-    part was trained.
+    The fingerprint of the weights decides: a part is found even if the target had another name
+    (such as another path) when the part was trained.
     """
     own = pair_folder(target, target_fingerprint, None)
     name = EXIT_WEIGHTS if kind == "exit" else f"heads/{kind}/{HEAD_DESCRIPTION}"
@@ -252,6 +290,6 @@ def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
 
 
 def readable(name: str) -> str:
-    """A model's name as part of a file name: the last two parts of its path, with only letters, digits, dots, underscores and
-    dashes."""
+    """A model's name as part of a file name: the last two parts of its path, with only letters,
+    digits, dots, underscores and dashes."""
     return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]

@@ -1,4 +1,5 @@
-"""Handles Ctrl-C for the whole process: each one is noticed, and work that must not be interrupted delays it."""
+"""Handles Ctrl-C for the whole process: each one is noticed, and work that must not be interrupted
+delays it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from typing import Any
 
 
 class ReportedInterrupt(KeyboardInterrupt):
-    """A KeyboardInterrupt for which the command has printed its message; nothing more is printed for it."""
+    """A KeyboardInterrupt for which the command has printed its message; nothing more is printed
+    for it."""
 
 
 class Interrupts:
     """Handles SIGINT (Ctrl-C) by raising KeyboardInterrupt, and remembers that it was raised.
 
-    Does nothing outside of the main thread, and nothing if the program that called specgen ignores SIGINT or has a handler of its
-    own.
+    Does nothing outside of the main thread, and nothing if the program that called specgen ignores
+    SIGINT or has a handler of its own.
     """
 
     def __init__(self) -> None:
@@ -30,9 +32,10 @@ class Interrupts:
     def watched(self) -> Iterator[None]:
         """Makes sure that no Ctrl-C during this block, such as a command, is lost.
 
-        Python can lose a KeyboardInterrupt: an import that is interrupted may raise another error instead, and an interrupt in a
-        destructor is only printed. So if an error leaves the block after a Ctrl-C, KeyboardInterrupt is raised in its place.
-        `check` raises a KeyboardInterrupt that was lost without an error.
+        Python can lose a KeyboardInterrupt: an import that is interrupted may raise another error
+        instead, and an interrupt in a destructor is only printed. So if an error leaves the block
+        after a Ctrl-C, KeyboardInterrupt is raised in its place. `check` raises a KeyboardInterrupt
+        that was lost without an error.
         """
         hook = sys.unraisablehook
         is_free = not self._is_installed and threading.current_thread() is threading.main_thread()
@@ -44,7 +47,9 @@ class Interrupts:
             if not isinstance(unraisable.exc_value, KeyboardInterrupt):  # `check` raises that one
                 hook(unraisable)
 
-        self._is_installed, self._is_raised, self._is_pending = True, False, False
+        self._is_installed = True
+        self._is_raised = False
+        self._is_pending = False
         signal.signal(signal.SIGINT, self._handle)
         sys.unraisablehook = print_unraisable
         try:
@@ -58,14 +63,15 @@ class Interrupts:
             self._is_installed = False
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raises KeyboardInterrupt if one was raised since `watched` began. `cause` is the error that it may have led to."""
+        """Raises KeyboardInterrupt if one was raised since `watched` began. `cause` is the error
+        that it may have led to."""
         if self._is_raised:
             raise KeyboardInterrupt from cause
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Like `watched`, for a block that handles Ctrl-C itself: errors that leave the block stay as they are, even after a
-        Ctrl-C."""
+        """Like `watched`, for a block that handles Ctrl-C itself: errors that leave the block stay
+        as they are, even after a Ctrl-C."""
         with self.watched():
             try:
                 yield
@@ -74,10 +80,12 @@ class Interrupts:
 
     @contextmanager
     def held(self, *, raises: bool = True) -> Iterator[Callable[[], bool]]:
-        """Delays the first Ctrl-C during this block: KeyboardInterrupt is raised at its end, or not at all if `raises` is False.
+        """Delays the first Ctrl-C during this block: KeyboardInterrupt is raised at its end, or not
+        at all if `raises` is False.
 
-        Yields a function that returns whether a Ctrl-C is being delayed. A second Ctrl-C raises KeyboardInterrupt at once,
-        because the work of the block, such as writing to a pipe, may take forever.
+        Yields a function that returns whether a Ctrl-C is being delayed. A second Ctrl-C raises
+        KeyboardInterrupt at once, because the work of the block, such as writing to a pipe, may
+        take forever.
         """
         with self.watched():
             self._held += 1

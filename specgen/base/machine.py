@@ -1,4 +1,5 @@
-"""The installation, the machine on which measurements are made, and torchrun's processes. Imports no torch."""
+"""The installation, the machine on which measurements are made, and torchrun's processes. Imports
+no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# The version of the arithmetic: raised with each change after which a model's logits have other bits, because a text may then
-# differ although no installed version does. Profiles, traces and cached measurements hold it.
+# The version of the arithmetic: raised with each change after which a model's logits have other
+# bits, because a text may then differ although no installed version does. Profiles, traces and
+# cached measurements hold it.
 ARITHMETIC = 1
 
-# An environment variable for a process of specgen's own, to be set before it imports torch. Without it, torch's idle threads
-# keep their cores busy, and on a machine with other work to do a pass can take ten times as long.
+# An environment variable for a process of specgen's own, to be set before it imports torch. Without
+# it, torch's idle threads keep their cores busy, and on a machine with other work to do a pass can
+# take ten times as long.
 WAIT_PASSIVELY = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -25,7 +28,8 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How torchrun started this process: as number `rank` of `ranks`, number `local_rank` of `local_ranks` on its machine."""
+    """How torchrun started this process: as number `rank` of `ranks`, number `local_rank` of
+    `local_ranks` on its machine."""
 
     rank: int
     ranks: int
@@ -34,10 +38,14 @@ class Launch:
 
 
 def launch() -> Launch | None:
-    """Returns how torchrun started this process; None if torchrun did not start it, or started only this one."""
+    """Returns how torchrun started this process; None if torchrun did not start it, or started only
+    this one."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     values = [os.environ.get(name, "") for name in names]
-    if not all(map(str.isdecimal, values)) or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if (
+        not all(map(str.isdecimal, values))
+        or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    ):
         return None
     launched = Launch(*map(int, values))
     return launched if launched.ranks > 1 else None
@@ -61,28 +69,42 @@ def _libraries() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what identifies this machine in cached measurements and tuning profiles, whose folders several machines may share.
+    """Returns what identifies this machine in cached measurements and tuning profiles, whose
+    folders several machines may share.
 
     These are its name, processor and number of cores, and under torchrun the number of processes.
     """
-    named = {"node": platform.node(), "processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    named = {
+        "node": platform.node(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+    }
     return named if (launched := launch()) is None else named | {"ranks": launched.ranks}
 
 
 def thread_settings() -> dict[str, Any]:
-    """Returns what decides how many CPU threads compute and how they wait: environment variables, and the usable cores."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_THREAD_VARIABLES)}
+    """Returns what decides how many CPU threads compute and how they wait: environment variables,
+    and the usable cores."""
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_THREAD_VARIABLES)
+    }
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"usable_cores": usable, **variables}
 
 
 def machine_in_words() -> str:
     """Describes processor, number of cores, memory and operating system in one line."""
-    return f"{_processor()}, {os.cpu_count()} cores, {_memory()}{platform.system()} {platform.release()}"
+    return (
+        f"{_processor()}, {os.cpu_count()} cores, {_memory()}{platform.system()} "
+        f"{platform.release()}"
+    )
 
 
 def _processor() -> str:
-    """The processor's name from Linux's /proc/cpuinfo. Where that is missing, the name that Python reports."""
+    """The processor's name from Linux's /proc/cpuinfo. Where that is missing, the name that Python
+    reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,12 +1,14 @@
-"""Measures time and energy, and reports how far the passes over a prompt are. Imports no torch but for a GPU's energy.
+"""Measures time and energy, and reports how far the passes over a prompt are. Imports no torch but
+for a GPU's energy.
 
-The energy of generations in joules is that of NVIDIA GPUs by NVML's total-energy counters, and of CPUs under Linux by RAPL's
-counters.
+The energy of generations in joules is that of NVIDIA GPUs by NVML's total-energy counters, and of
+CPUs under Linux by RAPL's counters.
 
-Idle power is measured first with the same counters, and subtracted; the gross energy is reported too. A counter covers everything
-that runs on its device, other programs included.
+Idle power is measured first with the same counters, and subtracted; the gross energy is reported
+too. A counter covers everything that runs on its device, other programs included.
 
-RAPL's counters restart at 0 at the end of their range, after 10 minutes or more: one restart during a run is noticed.
+RAPL's counters restart at 0 at the end of their range, after 10 minutes or more: one restart during
+a run is noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ IDLE_SECONDS = 2.0
 _TICK = 0.25  # longest wait for a counter to change, in seconds
 STEADY = 1.5  # the largest spread of a sample that is kept
 _FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
-_LARGEST_FACTOR = 1.5  # between measured passes and those of a run, above which they are measured again
+# between measured passes and those of a run, above which they are measured again
+_LARGEST_FACTOR = 1.5
 Key = TypeVar("Key")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,7 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sample(Generic[T]):
-    """A measured `value`: the number of `repetitions` that it rests on, and the `spread` of their times (see `spread`)."""
+    """A measured `value`: the number of `repetitions` that it rests on, and the `spread` of their
+    times (see `spread`)."""
 
     value: T
     repetitions: int
@@ -43,7 +47,8 @@ class Sample(Generic[T]):
 
     @property
     def is_steady(self) -> bool:
-        """Whether its times scatter little. Those of a busy machine do not, and say little about a quiet one."""
+        """Whether its times scatter little. Those of a busy machine do not, and say little about a
+        quiet one."""
         return self.spread <= STEADY
 
     def holding(self, value: S) -> Sample[S]:
@@ -52,7 +57,8 @@ class Sample(Generic[T]):
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Returns the upper quartile of positive times divided by the lower one, at least 1. Infinite without times."""
+    """Returns the upper quartile of positive times divided by the lower one, at least 1. Infinite
+    without times."""
     ordered = sorted(seconds)
     if not ordered or ordered[0] <= 0:
         return math.inf
@@ -62,9 +68,11 @@ def spread(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """Times of pieces of work: the `seconds` that each took, and those in which the thread that did it ran (`own`).
+    """Times of pieces of work: the `seconds` that each took, and those in which the thread that did
+    it ran (`own`).
 
-    Beside busy programs all of them may take long, and evenly, but the thread then waits for a processor.
+    Beside busy programs all of them may take long, and evenly, but the thread then waits for a
+    processor.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -83,25 +91,29 @@ class ThreadTimes:
 
     @property
     def wait(self) -> float:
-        """Seconds that passed over those in which the thread ran: 1 on a quiet machine, and where nothing was measured."""
+        """Seconds that passed over those in which the thread ran: 1 on a quiet machine, and where
+        nothing was measured."""
         own = sum(self.own)
         return sum(self.seconds) / own if own > 0 else 1.0
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the time that one in ten is shorter than: other programs make work longer, never shorter."""
+    """Returns the time that one in ten is shorter than: other programs make work longer, never
+    shorter."""
     return sorted(seconds)[len(seconds) // 10]
 
 
 class PassCheck:
-    """Compares the times of a run's passes with measured ones, and calls `doubt` at its end if they are far from them."""
+    """Compares the times of a run's passes with measured ones, and calls `doubt` at its end if they
+    are far from them."""
 
     def __init__(self, doubt: Callable[[], None]) -> None:
         self._doubt = doubt
         self._factors: dict[str, list[float]] = {}
 
     def add(self, kind: str, seconds: float, measured: float) -> None:
-        """Adds a pass of this kind: the seconds that it took, and those that such a pass took when it was measured."""
+        """Adds a pass of this kind: the seconds that it took, and those that such a pass took when
+        it was measured."""
         self._factors.setdefault(kind, []).append(seconds / measured)
 
     def end(self) -> None:
@@ -110,7 +122,8 @@ class PassCheck:
                 continue
             factor = undisturbed(factors)
             is_slower = factor > _LARGEST_FACTOR and len(factors) >= _FEWEST_CHECKED
-            is_faster = factor * _LARGEST_FACTOR < 1  # nothing makes a pass shorter: a few are enough
+            # nothing makes a pass shorter: a few are enough
+            is_faster = factor * _LARGEST_FACTOR < 1
             if is_slower or is_faster:
                 self._doubt()
                 return
@@ -125,11 +138,13 @@ def timed(
     most: int = 15,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Key, list[float]]:
-    """Calls each function in `work` several times. Returns the seconds of its counted calls, in order, under the same key.
+    """Calls each function in `work` several times. Returns the seconds of its counted calls, in
+    order, under the same key.
 
-    The functions take turns, so that a machine that becomes slower affects all alike. The first `warm_up` turns do not count. No
-    turn begins later than `seconds` after the start, except that each function is counted at least `fewest` times; it is counted
-    at most `most` times. `before` is called before each start of the clock (to empty a cache). A function that uses a GPU has to
+    The functions take turns, so that a machine that becomes slower affects all alike. The first
+    `warm_up` turns do not count. No turn begins later than `seconds` after the start, except that
+    each function is counted at least `fewest` times; it is counted at most `most` times. `before`
+    is called before each start of the clock (to empty a cache). A function that uses a GPU has to
     wait for it itself.
     """
     samples: dict[Key, list[float]] = {key: [] for key in work}
@@ -148,27 +163,30 @@ def timed(
 
 
 def distinct_ids(count: int, vocab_size: int) -> list[int]:
-    """Returns `count` token ids, the same ones at each call, to time passes with. They are distinct if the vocabulary is large
-    enough.
+    """Returns `count` token ids, the same ones at each call, to time passes with. They are distinct
+    if the vocabulary is large enough.
 
-    In a mixture of experts, copies of one token would all be run by the same experts, and the pass would take less time than one
-    over a text.
+    In a mixture of experts, copies of one token would all be run by the same experts, and the pass
+    would take less time than one over a text.
     """
     order = Random(0).sample(range(vocab_size), min(count, vocab_size))
     return [order[index % vocab_size] for index in range(count)]
 
 
 class PrefillReports:
-    """Tells an observer how many tokens of a long prompt have been run. Without an observer, reports are dropped.
+    """Tells an observer how many tokens of a long prompt have been run. Without an observer,
+    reports are dropped.
 
-    One object serves the whole process, because models report from several threads. The observer is called with a number that
-    identifies the KV cache (heads and exit layers have caches of their own), the number of tokens that have been run, and the
-    number to run in all. While a pass runs, its layers count as shares of its tokens.
+    One object serves the whole process, because models report from several threads. The observer is
+    called with a number that identifies the KV cache (heads and exit layers have caches of their
+    own), the number of tokens that have been run, and the number to run in all. While a pass runs,
+    its layers count as shares of its tokens.
     """
 
     def __init__(self) -> None:
         self._observer: Callable[[int, int, int], None] | None = None
-        self._pass = threading.local()  # of each thread: source, tokens before the pass, in it, and in all
+        # of each thread: source, tokens before the pass, in it, and in all
+        self._pass = threading.local()
 
     @contextmanager
     def to(self, observer: Callable[[int, int, int], None]) -> Iterator[None]:
@@ -194,7 +212,8 @@ class PrefillReports:
             self._pass.running = outer
 
     def layer(self, done: int, layers: int) -> None:
-        """Reports that `done` of the model's `layers` have run the pass, if it is one over a long prompt."""
+        """Reports that `done` of the model's `layers` have run the pass, if it is one over a long
+        prompt."""
         running = getattr(self._pass, "running", None)
         if self._observer is not None and running is not None:
             source, before, size, total = running
@@ -206,10 +225,11 @@ prefill_reports = PrefillReports()
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """The energy used in `seconds` seconds: `gross_joules` in all, and `joules` without what the devices use when idle
-    (`idle_watts`).
+    """The energy used in `seconds` seconds: `gross_joules` in all, and `joules` without what the
+    devices use when idle (`idle_watts`).
 
-    `source` names the counters. If there are no counters, all numbers are None and `reason` says why.
+    `source` names the counters. If there are no counters, all numbers are None and `reason` says
+    why.
     """
 
     source: str
@@ -222,7 +242,8 @@ class Energy:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """A counter of energy. `read` returns joules, or raises an error. After `restart` joules the counter begins at 0 again."""
+    """A counter of energy. `read` returns joules, or raises an error. After `restart` joules the
+    counter begins at 0 again."""
 
     name: str
     read: Callable[[], float]
@@ -230,16 +251,18 @@ class Counter:
 
 
 class EnergyMeter:
-    """Measures the energy of one run after another, each from `start` to `stop`. The first `start` also measures idle power, for
-    2 s.
+    """Measures the energy of one run after another, each from `start` to `stop`. The first `start`
+    also measures idle power, for 2 s.
 
-    Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times per second) gives exact
-    results. Without counters nothing is measured, and `reason` says why. If a counter can no longer be read, `reason` says so,
-    and this run and all later ones have no figures.
+    Each reading waits until the counter changes, so that a coarse counter (NVML's changes ten times
+    per second) gives exact results. Without counters nothing is measured, and `reason` says why. If
+    a counter can no longer be read, `reason` says so, and this run and all later ones have no
+    figures.
     """
 
     def __init__(self, counters: Sequence[Counter], reason: str | None = None) -> None:
-        self.counters, self.reason = counters, reason
+        self.counters = counters
+        self.reason = reason
         self._idle: list[float] | None = None  # idle power in watts, for each counter
         self._begin: list[tuple[float, float]] = []
 
@@ -251,17 +274,26 @@ class EnergyMeter:
         self._begin = self._readings()
 
     def stop(self) -> Energy:
-        """Returns the energy used since `start`: in all, and without what the idle devices would have used."""
+        """Returns the energy used since `start`: in all, and without what the idle devices would
+        have used."""
         spans = self._since(self._begin)
         source = ", ".join(counter.name for counter in self.counters)
         if self.reason is not None or not all(joules > 0 for _, joules in spans):
             return Energy("unavailable", reason=self.reason or f"{source} does not count")
-        gross, idle = sum(joules for _, joules in spans), self._idle or []
+        gross = sum(joules for _, joules in spans)
+        idle = self._idle or []
         idle_joules = sum(watts * seconds for (seconds, _), watts in zip(spans, idle, strict=True))
-        return Energy(source, gross - idle_joules, sum(idle), max(seconds for seconds, _ in spans), gross_joules=gross)
+        return Energy(
+            source,
+            gross - idle_joules,
+            sum(idle),
+            max(seconds for seconds, _ in spans),
+            gross_joules=gross,
+        )
 
     def _readings(self) -> list[tuple[float, float]]:
-        """Reads each counter at the moment when it changes. Returns the time in seconds and the counter's joules for each.
+        """Reads each counter at the moment when it changes. Returns the time in seconds and the
+        counter's joules for each.
 
         If a counter cannot be read, drops all counters, sets `reason` and returns no readings.
         """
@@ -274,7 +306,8 @@ class EnergyMeter:
                     joules = counter.read()
                 found.append((time.perf_counter(), joules))
         except Exception as error:  # noqa: BLE001  NVML has errors of its own
-            self.counters, self.reason = (), f"{counter.name} cannot be read: {error}"
+            self.counters = ()
+            self.reason = f"{counter.name} cannot be read: {error}"
             return []
         return found
 
@@ -282,13 +315,15 @@ class EnergyMeter:
         """The seconds and joules of each counter since the readings `before`."""
         return [
             (end - begin, now - then + (counter.restart if now < then else 0))
-            for counter, (begin, then), (end, now) in zip(self.counters, before, self._readings(), strict=False)
+            for counter, (begin, then), (end, now) in zip(
+                self.counters, before, self._readings(), strict=False
+            )
         ]
 
 
 def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter:
-    """Makes a meter for these torch devices. If their energy cannot be measured, the meter has no counters and its `reason` says
-    why."""
+    """Makes a meter for these torch devices. If their energy cannot be measured, the meter has no
+    counters and its `reason` says why."""
     kinds = {device.type for device in devices}
     try:
         if other := kinds - {"cuda", "cpu"}:
@@ -322,16 +357,22 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
         nvml.nvmlInit()
         for index in indices:
             uuid = str(torch.cuda.get_device_properties(index).uuid)
-            handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            found.append(Counter(f"NVML {nvml.nvmlDeviceGetName(handle)}", partial(joules, handle, index)))
-    except (nvml.NVMLError, AttributeError) as error:  # a build of torch for other GPUs has no UUIDs
+            handle = nvml.nvmlDeviceGetHandleByUUID(
+                uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+            )
+            found.append(
+                Counter(f"NVML {nvml.nvmlDeviceGetName(handle)}", partial(joules, handle, index))
+            )
+    # a build of torch for other GPUs has no UUIDs
+    except (nvml.NVMLError, AttributeError) as error:
         raise OSError(f"NVML: {error}") from None
     return found
 
 
 def _zones(root: Path) -> list[Counter]:
-    """Returns the RAPL counters of processor packages and of their memory in Linux's sysfs. The other zones are not used: they
-    are parts of a package (cores) or contain all packages (platform), so energy would be counted twice."""
+    """Returns the RAPL counters of processor packages and of their memory in Linux's sysfs. The
+    other zones are not used: they are parts of a package (cores) or contain all packages
+    (platform), so energy would be counted twice."""
 
     def joules(file: Path) -> float:
         return int(file.read_text()) / 1e6

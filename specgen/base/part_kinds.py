@@ -12,6 +12,7 @@ DEFAULT_PART = "auto"  # the part that the user named, or the one found for the 
 
 
 def training_command(kind: str, target: str | None) -> str:
-    """Returns the command that trains a part of this kind for `target`; None: the bundled target."""
+    """Returns the command that trains a part of this kind for `target`; None: the bundled
+    target."""
     of = "" if target is None else f" -t {shlex.quote(target)} --corpus FILE"
     return f"specgen tune --train --methods {'eesd' if kind == EXIT else kind}{of}"

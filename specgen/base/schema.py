@@ -1,8 +1,9 @@
-"""Reads the files that users and other programs write (profiles, traces, descriptions of trained parts, prompts, generation
-configs) and checks them against a schema: a pydantic model, a dataclass or any annotated type.
+"""Reads the files that users and other programs write (profiles, traces, descriptions of trained
+parts, prompts, generation configs) and checks them against a schema: a pydantic model, a dataclass
+or any annotated type.
 
-Every mistake raises a SpecgenError of one line that names the file, the key and the value. pydantic and PyYAML are imported
-inside the functions, because `--help` imports this module.
+Every mistake raises a SpecgenError of one line that names the file, the key and the value. pydantic
+and PyYAML are imported inside the functions, because `--help` imports this module.
 """
 
 from __future__ import annotations
@@ -22,23 +23,31 @@ if TYPE_CHECKING:
 
 LARGEST = 4 << 20  # bytes of a file that `read` takes
 _DEEPEST = 20  # levels of nesting of YAML; specgen's own files need six
-_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")  # text that may be part of a number too large for a float64
-_PLAIN = {"missing": "it is missing", "unexpected_keyword_argument": "there is no such key"}  # for pydantic's words
+# text that may be part of a number too large for a float64
+_LONG_NUMBER = re.compile(r"\d{300}|[eE]\+?\d{3}")
+# for pydantic's words
+_PLAIN = {"missing": "it is missing", "unexpected_keyword_argument": "there is no such key"}
 T = TypeVar("T")
 
 
 def read(path: Path, kind: type[T], what: str, hint: str = "", largest: int = LARGEST) -> T:
-    """Reads a file and returns its content as a `kind`: JSON if the file's suffix is .json, otherwise YAML.
+    """Reads a file and returns its content as a `kind`: JSON if the file's suffix is .json,
+    otherwise YAML.
 
-    `what` is what messages call the file, such as "profile"; `hint` says what to do about a file that is missing or damaged.
-    Raises SpecgenError if the file cannot be read, is larger than `largest` bytes, is not UTF-8, JSON or YAML, or does not fit
-    `kind`. Types are strict: neither "5" nor 5.0 is an integer, and NaN and infinity are no numbers.
+    `what` is what messages call the file, such as "profile"; `hint` says what to do about a file
+    that is missing or damaged. Raises SpecgenError if the file cannot be read, is larger than
+    `largest` bytes, is not UTF-8, JSON or YAML, or does not fit `kind`. Types are strict: neither
+    "5" nor 5.0 is an integer, and NaN and infinity are no numbers.
     """
-    where, text = f"the {what} {path}", read_text(path, what, hint, largest)
-    value = parse_json(text, where, hint) if path.suffix == ".json" else parse_yaml(text, where, hint)
+    where = f"the {what} {path}"
+    text = read_text(path, what, hint, largest)
+    value = (
+        parse_json(text, where, hint) if path.suffix == ".json" else parse_yaml(text, where, hint)
+    )
     try:
         text = json.dumps(value, default=str, allow_nan=False)
-    except (TypeError, ValueError) as error:  # a key that is a date, NaN, an integer of thousands of digits
+    # a key that is a date, NaN, an integer of thousands of digits
+    except (TypeError, ValueError) as error:
         raise SpecgenError(f"{where} holds what is not allowed: {error}", hint) from error
     return check(text, kind, where, hint)
 
@@ -73,19 +82,27 @@ def decoded(data: bytes, where: str) -> str:
 
 
 def check_begin(data: bytes, where: str, hint: str = "") -> None:
-    """Raises SpecgenError if a file that begins with `data` is a PDF or UTF-16. `hint` replaces the usual way out."""
+    """Raises SpecgenError if a file that begins with `data` is a PDF or UTF-16. `hint` replaces the
+    usual way out."""
     if data.startswith(b"%PDF-"):
-        raise SpecgenError(f"{where} is a PDF", hint or "Take the text out of it first: pdftotext FILE.pdf FILE.txt")
+        raise SpecgenError(
+            f"{where} is a PDF",
+            hint or "Take the text out of it first: pdftotext FILE.pdf FILE.txt",
+        )
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        way_out = "Convert it with iconv -f UTF-16 -t UTF-8, or in PowerShell write it with Out-File -Encoding utf8"
+        way_out = (
+            "Convert it with iconv -f UTF-16 -t UTF-8, or in PowerShell write it "
+            "with Out-File -Encoding utf8"
+        )
         raise SpecgenError(f"{where} is UTF-16, not UTF-8", hint or way_out)
 
 
 def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
-    """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with strict types.
+    """Converts JSON text to a `kind` (a pydantic model, a dataclass or any annotated type), with
+    strict types.
 
-    Raises SpecgenError with the first problem. `where` names the text in the message, for instance `FILE, line 3`; `hint` says
-    what to do.
+    Raises SpecgenError with the first problem. `where` names the text in the message, for instance
+    `FILE, line 3`; `hint` says what to do.
     """
     from pydantic import ValidationError
 
@@ -98,14 +115,15 @@ def check(text: str | bytes, kind: type[T], where: str, hint: str = "") -> T:
 def parse_json(text: str, where: str, hint: str = "", *, finite: bool = True) -> Any:
     """Returns the value of JSON text. `where` names the text in messages.
 
-    Raises SpecgenError if the text is not JSON, is deeply nested or escapes half of a surrogate pair. Unless `finite` is False,
-    also for NaN, infinity and numbers that a float64 cannot hold.
+    Raises SpecgenError if the text is not JSON, is deeply nested or escapes half of a surrogate
+    pair. Unless `finite` is False, also for NaN, infinity and numbers that a float64 cannot hold.
     """
     from pydantic_core import from_json
 
     try:
         value = from_json(text, allow_inf_nan=not finite)
-        if finite and _LONG_NUMBER.search(text):  # only then, because calling a hook for each number is slow
+        # only then, because calling a hook for each number is slow
+        if finite and _LONG_NUMBER.search(text):
             json.loads(text, parse_int=_check_number, parse_float=_check_number)
     except ValueError as error:
         raise SpecgenError(f"{where} is not JSON ({error})", hint) from error
@@ -118,10 +136,12 @@ def _check_number(digits: str) -> None:
 
 
 def parse_yaml(text: str, where: str, hint: str = "") -> Any:
-    """Returns the value of a YAML document, read by a safe loader. `where` names the document in messages.
+    """Returns the value of a YAML document, read by a safe loader. `where` names the document in
+    messages.
 
-    Raises SpecgenError, with the line if it is known, for what is not YAML and for a value that does not fit its tag. Aliases and
-    deep nesting are refused too, because they can take any amount of memory.
+    Raises SpecgenError, with the line if it is known, for what is not YAML and for a value that
+    does not fit its tag. Aliases and deep nesting are refused too, because they can take any amount
+    of memory.
     """
     import yaml
 
@@ -129,15 +149,23 @@ def parse_yaml(text: str, where: str, hint: str = "") -> Any:
     depth = 0
     try:
         for event in yaml.parse(text, Loader=loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             position: Any = event.start_mark
             if isinstance(event, yaml.AliasEvent):
-                raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed: write the value out", problem_mark=position)
+                raise yaml.MarkedYAMLError(
+                    problem="aliases (*name) are not allowed: write the value out",
+                    problem_mark=position,
+                )
             if depth > _DEEPEST:
-                raise yaml.MarkedYAMLError(problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position)
+                raise yaml.MarkedYAMLError(
+                    problem=f"more than {_DEEPEST} levels of nesting", problem_mark=position
+                )
         return yaml.load(text, Loader=loader)  # noqa: S506  a safe loader, chosen above
     except (yaml.YAMLError, ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
-        mark = getattr(error, "problem_mark", None)  # none for `2020-99-99`, `!!bool maybe` or `!!int ''`
+        # none for `2020-99-99`, `!!bool maybe` or `!!int ''`
+        mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "a value does not fit its type"
         raise SpecgenError(f"{where}{line} is not YAML: {problem}", hint) from error
@@ -151,7 +179,8 @@ def _adapter(kind: Hashable) -> TypeAdapter[Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem in a pydantic validation error as the end of a line: the key, the problem and the invalid value."""
+    """The first problem in a pydantic validation error as the end of a line: the key, the problem
+    and the invalid value."""
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return f" is not JSON ({first['msg'].removeprefix('Invalid JSON: ')})"

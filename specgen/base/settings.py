@@ -1,4 +1,5 @@
-"""The settings (parameters) of decoding methods and of length policies: types, bounds and parsing. Imports no torch."""
+"""The settings (parameters) of decoding methods and of length policies: types, bounds and parsing.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,16 +10,26 @@ from dataclasses import dataclass
 from specgen.base.errors import SpecgenError
 
 Value = bool | int | float | str
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The definition of one parameter. Its values have the type of `default`, from `low` to `high` (both allowed).
+    """The definition of one parameter. Its values have the type of `default`, from `low` to `high`
+    (both allowed).
 
-    If `word` is given, such as `auto`, values are integers (numbers, if `fractional`) or this word. `choices` are the allowed
-    strings; empty allows any.
-    `tuned` are the values that `specgen tune` tries; if empty, it keeps the default.
+    If `word` is given, such as `auto`, values are integers (numbers, if `fractional`) or this word.
+    `choices` are the allowed strings; empty allows any. `tuned` are the values that `specgen tune`
+    tries; if empty, it keeps the default.
     """
 
     default: Value
@@ -31,10 +42,11 @@ class Setting:
     fractional: bool = False
 
     def parse(self, name: str, value: object) -> Value:
-        """Converts `value`, a string or a Python value, to this setting's type (bool, int, float or str, the type of `default`).
+        """Converts `value`, a string or a Python value, to this setting's type (bool, int, float or
+        str, the type of `default`).
 
-        If the setting has a `word`, returns that word or a number. `name` is the setting's name in error messages. Raises
-        SpecgenError if the value has the wrong type or is out of bounds.
+        If the setting has a `word`, returns that word or a number. `name` is the setting's name in
+        error messages. Raises SpecgenError if the value has the wrong type or is out of bounds.
         """
         if isinstance(self.default, bool):
             if (found := _BOOLEANS.get(str(value).strip().lower())) is None:
@@ -46,18 +58,30 @@ class Setting:
             if not str(value).strip() and self.default:
                 raise SpecgenError(f"{name} is empty", f"Give a value, or leave {name} out")
             if self.choices and str(value) not in self.choices:
-                raise SpecgenError(f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}")
+                raise SpecgenError(
+                    f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}"
+                )
             return str(value)
-        kind = int if isinstance(self.default, int) or (self.word is not None and not self.fractional) else float
+        kind = (
+            int
+            if isinstance(self.default, int) or (self.word is not None and not self.fractional)
+            else float
+        )
         try:
             if isinstance(value, bool):
                 raise ValueError
             number: int | float = kind(str(value).strip())
         except ValueError:
-            wanted = f"a {'whole ' if kind is int else ''}number{f' or {self.word}' if self.word else ''}"
+            wanted = (
+                "a "
+                f"{'whole ' if kind is int else ''}number{f' or {self.word}' if self.word else ''}"
+            )
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
-            raise SpecgenError(f"{name} is {value}", f"It has to lie between {_bound(self.low)} and {_bound(self.high)}")
+            raise SpecgenError(
+                f"{name} is {value}",
+                f"It has to lie between {_bound(self.low)} and {_bound(self.high)}",
+            )
         return number
 
 
@@ -68,7 +92,8 @@ def _bound(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked settings of a method: the name of its length policy and the value of each setting by name.
+    """The checked settings of a method: the name of its length policy and the value of each setting
+    by name.
 
     `policy` is None if the method has no length policy (a rule that ends drafts).
     """
@@ -83,33 +108,45 @@ class Settings:
 
     @property
     def drafts_text(self) -> bool:
-        """Whether the draft model drafts text, which the target's tokenizer then encodes: `translation=text`."""
+        """Whether the draft model drafts text, which the target's tokenizer then encodes:
+        `translation=text`."""
         return self.values.get("translation") == "text"
 
     def with_value(self, name: str, value: Value) -> Settings:
         return Settings(self.policy, {**self.values, name: value})
 
     def as_dict(self, *, with_policy: bool) -> dict[str, Value]:
-        """All values by name, to be written to a trace. `with_policy` puts the policy's name first, if there is a policy."""
+        """All values by name, to be written to a trace. `with_policy` puts the policy's name first,
+        if there is a policy."""
         return {**({"policy": self.policy} if with_policy and self.policy else {}), **self.values}
 
 
 def parse_pairs(pairs: list[str]) -> dict[str, str]:
-    """Converts `["k=8", "policy=svip"]` to a dictionary. Raises SpecgenError for a string without a name or without `=`."""
+    """Converts `["k=8", "policy=svip"]` to a dictionary. Raises SpecgenError for a string without a
+    name or without `=`."""
     settings: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise SpecgenError(f"cannot read the setting {pair!r}", "Write NAME=VALUE, for instance --set k=8")
+            raise SpecgenError(
+                f"cannot read the setting {pair!r}", "Write NAME=VALUE, for instance --set k=8"
+            )
         settings[name.strip()] = value.strip()
     return settings
 
 
 def written(name: str, settings: Mapping[str, Value]) -> str:
-    """Writes the method `name` with its settings as `compare --methods` reads it: `svip:threshold=0.4:max_draft=12`."""
+    """Writes the method `name` with its settings as `compare --methods` reads it:
+    `svip:threshold=0.4:max_draft=12`."""
     return ":".join([name, *(f"{key}={written_value(value)}" for key, value in settings.items())])
 
 
 def written_value(value: Value) -> str:
     """Writes a setting's value as users write it: `true`, `0.4`."""
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -13,30 +13,41 @@ _SKIPPED = re.compile(r"(\d{1,9})([am]?)")
 
 @dataclass(frozen=True, slots=True)
 class SkippedLayers:
-    """The layers (indices from 0) whose attention is skipped, and those whose MLP is skipped. Called z in the Self-SD paper."""
+    """The layers (indices from 0) whose attention is skipped, and those whose MLP is skipped.
+    Called z in the Self-SD paper."""
 
     attention: frozenset[int]
     mlp: frozenset[int]
 
     @classmethod
     def parse(cls, text: str, layers: int) -> Self:
-        """Reads the notation of the `skip` setting: `3+5a+7m` skips layer 3, the attention of layer 5 and the MLP of layer 7.
+        """Reads the notation of the `skip` setting: `3+5a+7m` skips layer 3, the attention of layer
+        5 and the MLP of layer 7.
 
-        `layers` is the model's number of layers. Raises SpecgenError for another notation, and for layers that do not exist.
+        `layers` is the model's number of layers. Raises SpecgenError for another notation, and for
+        layers that do not exist.
         """
         skipped: dict[str, set[int]] = {"a": set(), "m": set()}
         for part in text.split("+"):
             found = _SKIPPED.fullmatch(part.strip())
             if found is None:
                 raise SpecgenError(
-                    f"skip is {text!r}", "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto"
+                    f"skip is {text!r}",
+                    "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto",
                 )
             if int(found[1]) >= layers:
-                raise SpecgenError(f"skip names layer {int(found[1])}", f"The target has the layers 0 to {layers - 1}")
+                raise SpecgenError(
+                    f"skip names layer {int(found[1])}",
+                    f"The target has the layers 0 to {layers - 1}",
+                )
             for block in found[2] or "am":
                 skipped[block].add(int(found[1]))
         return cls(frozenset(skipped["a"]), frozenset(skipped["m"]))
 
     def __str__(self) -> str:
-        kinds = ((self.attention & self.mlp, ""), (self.attention - self.mlp, "a"), (self.mlp - self.attention, "m"))
+        kinds = (
+            (self.attention & self.mlp, ""),
+            (self.attention - self.mlp, "a"),
+            (self.mlp - self.attention, "m"),
+        )
         return "+".join(f"{index}{mark}" for indices, mark in kinds for index in sorted(indices))

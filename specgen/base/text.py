@@ -1,5 +1,6 @@
-"""Makes text from models, traces and files safe to show: characters that could change the terminal, reorder other text or hide in
-it become visible symbols. Also lines of JSON, the same for trace files and standard output."""
+"""Makes text from models, traces and files safe to show: characters that could change the terminal,
+reorder other text or hide in it become visible symbols. Also lines of JSON, the same for trace
+files and standard output."""
 
 from __future__ import annotations
 
@@ -12,17 +13,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-# Characters that reorder text, so that it looks like other text, and characters without width, which hide in it.
+# Characters that reorder text, so that it looks like other text, and characters without width,
+# which hide in it.
 _JOINERS = (0x200C, 0x200D)  # emoji and several scripts, such as Persian, are written with these
 _INVISIBLE = (
-    *(0xAD, 0x61C, 0x180E, 0x200B, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF),
+    *(
+        0xAD,
+        0x61C,
+        0x180E,
+        0x200B,
+        0x200E,
+        0x200F,
+        *range(0x202A, 0x202F),
+        *range(0x2060, 0x2070),
+        0xFEFF,
+    ),
     *(*range(0xFFF9, 0xFFFC), *range(0x1D173, 0x1D17B), *range(0xE0000, 0xE0080)),
 )
-_SURROGATES = range(0xD800, 0xE000)  # halves of a character: bytes in a name or an argument that are not UTF-8
-_C1 = range(0x7F, 0xA0)  # DELETE, and control characters that many terminals obey like those below the space
+# halves of a character: bytes in a name or an argument that are not UTF-8
+_SURROGATES = range(0xD800, 0xE000)
+# DELETE, and control characters that many terminals obey like those below the space
+_C1 = range(0x7F, 0xA0)
 _SEPARATORS = (0x2028, 0x2029)
 _REPLACED = "\N{REPLACEMENT CHARACTER}"
-# JSON allows these characters unescaped, but they affect a terminal or hide in text. Half of a character is no character at all.
+# JSON allows these characters unescaped, but they affect a terminal or hide in text. Half of a
+# character is no character at all.
 _ESCAPED = re.compile(f"[{''.join(map(chr, (*_C1, *_SEPARATORS, *_INVISIBLE, *_SURROGATES)))}]")
 
 _CONTROLS = {
@@ -44,17 +59,21 @@ _ONE_LINE: dict[int, str] = {
 
 
 def streamed(text: str) -> str:
-    """Returns the text with control characters replaced by visible symbols (␛ for escape). Line feeds and tabs are kept."""
-    return text if text.isprintable() else text.translate(_STREAMED)  # printable text has nothing to replace
+    """Returns the text with control characters replaced by visible symbols (␛ for escape). Line
+    feeds and tabs are kept."""
+    # printable text has nothing to replace
+    return text if text.isprintable() else text.translate(_STREAMED)
 
 
 def one_line(text: str) -> str:
-    """Returns the text on one line, as long as before, with visible symbols for control characters: ↵ for a line feed."""
+    """Returns the text on one line, as long as before, with visible symbols for control characters:
+    ↵ for a line feed."""
     return text if text.isprintable() else text.translate(_ONE_LINE)
 
 
 def shown(text: object, longest: int = 80) -> str:
-    """Returns text from a file for a message: on one line, without control characters, and not too long."""
+    """Returns text from a file for a message: on one line, without control characters, and not too
+    long."""
     line = one_line(str(text))
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
@@ -74,16 +93,18 @@ def counted(number: int, noun: str) -> str:
 
 
 def print_result(text: str) -> None:
-    """Prints text on standard output: unchanged for a program that reads it, without control characters on a terminal."""
+    """Prints text on standard output: unchanged for a program that reads it, without control
+    characters on a terminal."""
     print(streamed(text) if sys.stdout.isatty() else text)
 
 
 def json_line(content: Mapping[str, Any]) -> bytes:
     """Returns `content` as one line of JSON in UTF-8, with the line feed at its end.
 
-    Text stays readable. Only characters that could disturb a terminal are escaped: control characters, line separators, and
-    characters that reorder text or have no width. A lone surrogate (half of a character), which many parsers refuse, becomes the
-    replacement character. Raises ValueError for NaN and infinity, which JSON does not have.
+    Text stays readable. Only characters that could disturb a terminal are escaped: control
+    characters, line separators, and characters that reorder text or have no width. A lone surrogate
+    (half of a character), which many parsers refuse, becomes the replacement character. Raises
+    ValueError for NaN and infinity, which JSON does not have.
     """
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     text = _ESCAPED.sub(_escape, text)  # ten times faster than str.translate beyond ASCII
@@ -95,7 +116,8 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def argument_text(text: str) -> str:
-    """Returns the text of an argument of the command line, which is UTF-8 also where the locale's encoding is ASCII.
+    """Returns the text of an argument of the command line, which is UTF-8 also where the locale's
+    encoding is ASCII.
 
     There, Python represents other bytes as surrogates. They stay where the bytes are no UTF-8.
     """
@@ -114,7 +136,8 @@ def print_json(content: Mapping[str, Any]) -> None:
 
 
 def significant(number: float, digits: int = 3) -> str:
-    """Returns the number with so many significant digits, as a person writes it: `1,180`, `0.0042`, never with an exponent."""
+    """Returns the number with so many significant digits, as a person writes it: `1,180`, `0.0042`,
+    never with an exponent."""
     if not number or not math.isfinite(number):
         return f"{number:g}"
     decimals = digits - 1 - math.floor(math.log10(abs(number)))

@@ -14,36 +14,51 @@ from specgen.base.settings import Setting
 Source = Literal["correction", "bonus"]
 Mode = Literal["prefill", "sequential", "pre-verify", "post-verify"]
 FinishReason = Literal["length", "eos", "stop", "interrupted"]
-TuningVerdict = Literal["pays", "does not pay", "unclear", "unconfirmed", "no time"]  # see `TuningOutcome.verdict`
+# see `TuningOutcome.verdict`
+TuningVerdict = Literal["pays", "does not pay", "unclear", "unconfirmed", "no time"]
 LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
 QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to
 DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --draft-dtype
-# The phases of a round, by which its seconds are reported.
-# - prefill: the target's pass over the prompt.
-# - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for drafts.
-# - policy: the length policy (the decision after each token, the update after verification) and the acceptance predictor; EESD's
-#   Table 8 calls it sampling. On a GPU only the time to start the predictor's kernels: waiting for them would slow drafting.
-#   In PEARL only the update, because the decisions are made during the target's pass.
-# - verify: the target's pass. sample: accepting tokens and choosing the target's own. other: the rest.
+# The phases of a round, by which its seconds are reported. - prefill: the target's pass over the
+# prompt. - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for
+# drafts. - policy: the length policy (the decision after each token, the update after verification)
+# and the acceptance predictor; EESD's Table 8 calls it sampling. On a GPU only the time to start
+# the predictor's kernels: waiting for them would slow drafting. In PEARL only the update, because
+# the decisions are made during the target's pass. - verify: the target's pass. sample: accepting
+# tokens and choosing the target's own. other: the rest.
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
 def check_models(named: Mapping[str, str | None], backend: str, draft_dtype: str | None) -> None:
-    """Checks the names of models and their options before anything is loaded. Raises SpecgenError for the first mistake.
+    """Checks the names of models and their options before anything is loaded. Raises SpecgenError
+    for the first mistake.
 
-    Mistakes are an unknown `backend` or `draft_dtype`, and an option without the model that it belongs to, such as `revision`
-    without `target`. `named` has the values of `target`, `draft`, `revision` and `draft_revision`, None where not given. If
-    neither model is named, the bundled pair is meant, so that a `draft_dtype` alone is allowed.
+    Mistakes are an unknown `backend` or `draft_dtype`, and an option without the model that it
+    belongs to, such as `revision` without `target`. `named` has the values of `target`, `draft`,
+    `revision` and `draft_revision`, None where not given. If neither model is named, the bundled
+    pair is meant, so that a `draft_dtype` alone is allowed.
     """
-    for what, name, known in (("backend", backend, BACKENDS), ("draft dtype", draft_dtype, DRAFT_DTYPES)):
+    for what, name, known in (
+        ("backend", backend, BACKENDS),
+        ("draft dtype", draft_dtype, DRAFT_DTYPES),
+    ):
         if name is not None and name not in known:
-            raise SpecgenError(f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}")
+            raise SpecgenError(
+                f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}"
+            )
     given = {"draft_dtype": None if named["target"] is None else draft_dtype, **named}
-    for option, needed in {"draft": "target", "revision": "target", "draft_revision": "draft", "draft_dtype": "draft"}.items():
+    for option, needed in {
+        "draft": "target",
+        "revision": "target",
+        "draft_revision": "draft",
+        "draft_dtype": "draft",
+    }.items():
         if given[option] is not None and given[needed] is None:
             written = f"--{option.replace('_', '-')} {given[option]}"
-            raise SpecgenError(f"{written} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL")
+            raise SpecgenError(
+                f"{written} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL"
+            )
 
 
 _SAMPLING = {  # the bounds of `SamplingParams`
@@ -58,11 +73,13 @@ _SAMPLING = {  # the bounds of `SamplingParams`
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0 keeps the whole vocabulary.
+    """How tokens are chosen and when generation ends. Temperature 0 is greedy decoding; `top_k` 0
+    keeps the whole vocabulary.
 
-    `min_p` cuts the tokens whose probability is less than this share of the likeliest token's. `seed` None stands for a random
-    seed. `stop` are strings that end the generated text; `ignore_eos` generates on after an end-of-sequence token. Raises
-    SpecgenError for a value out of range.
+    `min_p` cuts the tokens whose probability is less than this share of the likeliest token's.
+    `seed` None stands for a random seed. `stop` are strings that end the generated text;
+    `ignore_eos` generates on after an end-of-sequence token. Raises SpecgenError for a value out of
+    range.
     """
 
     max_new_tokens: int = 128
@@ -76,20 +93,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
-            raise SpecgenError(f"stop is {self.stop!r}", "Give the texts that end the output, as strings")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+            raise SpecgenError(
+                f"stop is {self.stop!r}", "Give the texts that end the output, as strings"
+            )
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        )
         for name, setting in _SAMPLING.items():
-            if name != "seed" or self.seed is not None:  # NumPy's numbers become Python's, which can be written as JSON
+            # NumPy's numbers become Python's, which can be written as JSON
+            if name != "seed" or self.seed is not None:
                 object.__setattr__(self, name, setting.parse(name, getattr(self, name)))
         if 0 < self.temperature < 1e-3:
-            raise SpecgenError(f"temperature is {self.temperature}", "Take 0 for greedy decoding, or at least 0.001")
+            raise SpecgenError(
+                f"temperature is {self.temperature}",
+                "Take 0 for greedy decoding, or at least 0.001",
+            )
         if not self.top_p:
             raise SpecgenError("top_p is 0", "It has to be above 0 and at most 1 (1: no cut)")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise SpecgenError(f"stop holds {self.stop!r}", "Each stop text needs at least one character")
+                raise SpecgenError(
+                    f"stop holds {self.stop!r}", "Each stop text needs at least one character"
+                )
             if any("\ud800" <= character <= "\udfff" for character in text):
-                raise SpecgenError(f"stop holds {self.stop!r}, which is not UTF-8", "Convert it first, for instance with iconv")
+                raise SpecgenError(
+                    f"stop holds {self.stop!r}, which is not UTF-8",
+                    "Convert it first, for instance with iconv",
+                )
 
     @property
     def greedy(self) -> bool:
@@ -97,17 +127,20 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen: if greedy, only the
-        temperature (0)."""
-        cuts = {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen:
+        if greedy, only the temperature (0)."""
+        cuts = (
+            {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        )
         return {"temperature": self.temperature, **cuts}
 
 
 class Context:
-    """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens join once they are accepted.
+    """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens
+    join once they are accepted.
 
-    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is the largest of the ids, -1 if
-    there are no tokens.
+    Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is
+    the largest of the ids, -1 if there are no tokens.
     """
 
     __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
@@ -126,7 +159,8 @@ class Context:
 
 
 class TokenStatus(Enum):
-    """What verification did with a drafted token. A DISCARDED token came after a rejected token or was never verified."""
+    """What verification did with a drafted token. A DISCARDED token came after a rejected token or
+    was never verified."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
@@ -135,22 +169,25 @@ class TokenStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree without branches.
+    """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree
+    without branches.
 
-    Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1, ...
-    `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. n is the number of nodes, or, if other
-    nodes follow a chain that was drawn, the length of this chain. None if no node was drawn.
-    `draws` lists the node of each random draw in order (a node drawn twice occurs twice). None: each was drawn once.
-    `log_likelihoods[i]` (nats) is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs none.
-    `entropies` (nats) and `top_probs` (largest probability) describe the draft model's distribution at each node (temperature 1,
-    no penalties, top-k or top-p); both are empty for a drafter without a model.
-    `stop_reason` says in a few words why drafting ended; None only for an empty draft.
-    `logits` [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models agree; otherwise
-    None.
-    `predicted` has the acceptance probability that the length policy predicted for each token of a chain (each level of a tree),
-    given that all before it are accepted; NaN where it predicted none. Empty for a policy that predicts nothing.
-    Only the first `judged` nodes are candidates for the output (None: all). The target runs the other nodes too, but they are not
-    verified: the drafter learns from the target's logits after them (lookahead decoding).
+    Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1,
+    ... `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. n is
+    the number of nodes, or, if other nodes follow a chain that was drawn, the length of this chain.
+    None if no node was drawn. `draws` lists the node of each random draw in order (a node drawn
+    twice occurs twice). None: each was drawn once. `log_likelihoods[i]` (nats) is the draft model's
+    joint log-likelihood of the path to node i; empty if the verifier needs none. `entropies` (nats)
+    and `top_probs` (largest probability) describe the draft model's distribution at each node
+    (temperature 1, no penalties, top-k or top-p); both are empty for a drafter without a model.
+    `stop_reason` says in a few words why drafting ended; None only for an empty draft. `logits`
+    [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models
+    agree; otherwise None. `predicted` has the acceptance probability that the length policy
+    predicted for each token of a chain (each level of a tree), given that all before it are
+    accepted; NaN where it predicted none. Empty for a policy that predicts nothing. Only the first
+    `judged` nodes are candidates for the output (None: all). The target runs the other nodes too,
+    but they are not verified: the drafter learns from the target's logits after them (lookahead
+    decoding).
     """
 
     tokens: Sequence[int] = ()
@@ -167,15 +204,20 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
-        """Returns a draft that is a chain: each token follows the one before it. `fields` are further fields of `Draft` by
-        name."""
+        """Returns a draft that is a chain: each token follows the one before it. `fields` are
+        further fields of `Draft` by name."""
         return cls(tokens, range(-1, len(tokens) - 1), **fields)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the token before it. A tree with one node at each level is a chain too."""
+        """Whether each token follows the token before it. A tree with one node at each level is a
+        chain too."""
         line = range(-1, len(self.tokens) - 1)
-        return self.parents == line if isinstance(self.parents, range) else list(self.parents) == list(line)
+        return (
+            self.parents == line
+            if isinstance(self.parents, range)
+            else list(self.parents) == list(line)
+        )
 
     @property
     def levels(self) -> int:
@@ -189,39 +231,55 @@ class Draft:
 
     @property
     def candidates(self) -> Draft:
-        """The draft's first `judged` nodes, which are verified; the whole draft if `judged` is None."""
+        """The draft's first `judged` nodes, which are verified; the whole draft if `judged` is
+        None."""
         if self.judged is None:
             return self
-        return replace(self, tokens=self.tokens[: self.judged], parents=self.parents[: self.judged], judged=None)
+        return replace(
+            self,
+            tokens=self.tokens[: self.judged],
+            parents=self.parents[: self.judged],
+            judged=None,
+        )
 
     def part(self, start: int, stop: int | None = None) -> Draft:
-        """Returns a chain of this chain's tokens `start` to `stop` - 1 (None: to the end), with their per-token fields such as
-        `probs`.
+        """Returns a chain of this chain's tokens `start` to `stop` - 1 (None: to the end), with
+        their per-token fields such as `probs`.
 
         Only for chains.
         """
-        of_tokens = {name: getattr(self, name) for name in ("probs", "entropies", "top_probs", "logits", "predicted")}
-        parts = {name: None if values is None else values[start:stop] for name, values in of_tokens.items()}
+        of_tokens = {
+            name: getattr(self, name)
+            for name in ("probs", "entropies", "top_probs", "logits", "predicted")
+        }
+        parts = {
+            name: None if values is None else values[start:stop]
+            for name, values in of_tokens.items()
+        }
         return Draft.chain(self.tokens[start:stop], stop_reason=self.stop_reason, **parts)
 
     def with_predictions(self, predictions: Sequence[float]) -> Draft:
-        """Returns this draft with `predicted` set to `predictions`: an acceptance probability for each token (each level of a
-        tree).
+        """Returns this draft with `predicted` set to `predictions`: an acceptance probability for
+        each token (each level of a tree).
 
         Predictions beyond the draft's last level are dropped; levels without a prediction get NaN.
         """
         if not predictions or not self.tokens:
             return self
         levels = self.levels
-        return replace(self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions))))
+        return replace(
+            self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions)))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DistributionOverlap:
-    """How close the target's distribution p and the draft model's distribution q are at each drafted token.
+    """How close the target's distribution p and the draft model's distribution q are at each
+    drafted token.
 
-    Both are taken at temperature 1, without penalties, top-k, top-p and min-p. `overlap` is the sum of min(p, q) over the
-    vocabulary, which is the acceptance probability at temperature 1. `kl` is KL(q||p) in nats.
+    Both are taken at temperature 1, without penalties, top-k, top-p and min-p. `overlap` is the sum
+    of min(p, q) over the vocabulary, which is the acceptance probability at temperature 1. `kl` is
+    KL(q||p) in nats.
     """
 
     overlap: Sequence[float]
@@ -230,12 +288,15 @@ class DistributionOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying a draft: the accepted nodes (`path`), in order, and the `token` that the target chose after them.
+    """The result of verifying a draft: the accepted nodes (`path`), in order, and the `token` that
+    the target chose after them.
 
-    `source` says whether the token is a correction (after a rejection) or a bonus (after a whole accepted path); None for an
-    empty draft. `token` is None if the output ended inside the draft, or if the target's logits after the last accepted node are
-    missing; `source` is None then too. `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
-    target's choices in this verdict that rounding may have decided: in half precision, its two largest logits were equal.
+    `source` says whether the token is a correction (after a rejection) or a bonus (after a whole
+    accepted path); None for an empty draft. `token` is None if the output ended inside the draft,
+    or if the target's logits after the last accepted node are missing; `source` is None then too.
+    `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
+    target's choices in this verdict that rounding may have decided: in half precision, its two
+    largest logits were equal.
     """
 
     path: tuple[int, ...] = ()
@@ -247,12 +308,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One step of decoding: a draft, the forward pass of the target that verified it, and the verdict.
+    """One step of decoding: a draft, the forward pass of the target that verified it, and the
+    verdict.
 
-    `mode` says which step of the schedule it was. `seconds` maps each phase of the round (see `PHASES`) to its duration.
-    `policy_state` are numbers that the length policy (the rule that ends drafts) has learned; None if it learns nothing.
-    `target_passes` is the number of the target's passes; only joint decoding takes more than one. `unjudged` counts nodes that
-    the pass ran besides those in `draft`, because they are no candidates for the output (see `Draft.judged`).
+    `mode` says which step of the schedule it was. `seconds` maps each phase of the round (see
+    `PHASES`) to its duration. `policy_state` are numbers that the length policy (the rule that ends
+    drafts) has learned; None if it learns nothing. `target_passes` is the number of the target's
+    passes; only joint decoding takes more than one. `unjudged` counts nodes that the pass ran
+    besides those in `draft`, because they are no candidates for the output (see `Draft.judged`).
     """
 
     index: int
@@ -266,8 +329,8 @@ class Round:
 
     @property
     def pass_tokens(self) -> int:
-        """The number of tokens in the target's pass, in the schedule `sequential`: the context's last token and all drafted
-        nodes."""
+        """The number of tokens in the target's pass, in the schedule `sequential`: the context's
+        last token and all drafted nodes."""
         return 1 + len(self.draft.tokens) + self.unjudged
 
     @property
@@ -287,11 +350,16 @@ class Round:
     @property
     def token_ids(self) -> list[int]:
         """The tokens that this round added to the output, in order."""
-        return self.accepted_ids if self.verdict.token is None else [*self.accepted_ids, self.verdict.token]
+        return (
+            self.accepted_ids
+            if self.verdict.token is None
+            else [*self.accepted_ids, self.verdict.token]
+        )
 
     @property
     def statuses(self) -> tuple[TokenStatus, ...]:
-        """The status of each drafted node. After a correction, the children of the last accepted node are REJECTED.
+        """The status of each drafted node. After a correction, the children of the last accepted
+        node are REJECTED.
 
         All other nodes that were not accepted are DISCARDED.
         """

@@ -1,5 +1,5 @@
-"""The `specgen` command: registers its subcommands, prepares stdout and stderr, and ends with an exit code and at most one error
-message, whether a command succeeds, fails or is interrupted.
+"""The `specgen` command: registers its subcommands, prepares stdout and stderr, and ends with an
+exit code and at most one error message, whether a command succeeds, fails or is interrupted.
 
 It does not import torch or transformers, so that it starts quickly.
 """
@@ -29,36 +29,50 @@ from specgen.cli.commands import command
 from specgen.cli.options import COMMANDS
 
 INTERRUPTED = 130
-_OTHER_NAMES = {"--temp": "--temperature", "--max-tokens": "--max-new-tokens"}  # of options, in other programs
+# of options, in other programs
+_OTHER_NAMES = {"--temp": "--temperature", "--max-tokens": "--max-new-tokens"}
 _OTHER_COMMANDS = {"chat": "specgen generate --chat", "run": "specgen generate --chat"}
 _LONGEST = 1000  # characters of a message
-_WRONG_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_WRONG_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+)
 
 
 def program() -> None:
-    """Runs `main` as the whole process: sets environment variables and switches garbage collection off until the models are
-    loaded. So another program should call `main` instead."""
+    """Runs `main` as the whole process: sets environment variables and switches garbage collection
+    off until the models are loaded. So another program should call `main` instead."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
-    gc.disable()  # until the models are loaded: it would take a tenth of the time of the imports, and free nothing
+    # until the models are loaded: it would take a tenth of the time of the imports, and free
+    # nothing
+    gc.disable()
     try:
         main()
     finally:
-        # Python does not search frozen objects for garbage as it ends, which would take 0.4 seconds; triton prints what is left
+        # Python does not search frozen objects for garbage as it ends, which would take 0.4
+        # seconds; triton prints what is left
         (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
 
 
 def main() -> None:
-    """Runs the `specgen` command and exits with its code. Errors of the command-line parser are printed in the same form as
-    errors of subcommands.
+    """Runs the `specgen` command and exits with its code. Errors of the command-line parser are
+    printed in the same form as errors of subcommands.
 
-    Of the processes that torchrun starts, the first one runs the command, and the others compute their shares of its passes.
+    Of the processes that torchrun starts, the first one runs the command, and the others compute
+    their shares of its passes.
     """
     sys.exit(_main() if launch() is None else _main_of_ranks())
 
 
 def _main_of_ranks() -> int:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch reports each connection that ends
+    # else torch reports each connection that ends
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     end = None
     try:
         with interrupts.watched():
@@ -70,7 +84,8 @@ def _main_of_ranks() -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to this process, and torchrun passes it on again
+        # a terminal sends Ctrl-C to this process, and torchrun passes it on again
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.flush()  # `end` may wait for processes that are still starting
         if end is not None:
             end()
@@ -100,18 +115,24 @@ def _main() -> int:
 def _prepare_streams() -> None:
     """Makes stdout and stderr safe to write to.
 
-    If the shell closed one (`>&-`), its output is discarded. A character that the locale's encoding lacks is written as `?`.
+    If the shell closed one (`>&-`), its output is discarded. A character that the locale's encoding
+    lacks is written as `?`.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):  # the latter in a C locale
+        # the latter in a C locale
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors in (
+            "strict",
+            "surrogateescape",
+        ):
             stream.reconfigure(errors="replace")
 
 
 def _drop_sizes_that_are_none() -> None:
-    """Removes variables for the terminal's size that hold no positive number: Rich and typer would fail with some of them."""
+    """Removes variables for the terminal's size that hold no positive number: Rich and typer would
+    fail with some of them."""
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
         if re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(name, "1")) is None:
             del os.environ[name]
@@ -120,8 +141,8 @@ def _drop_sizes_that_are_none() -> None:
 def reported(command: Callable[..., None]) -> Callable[..., None]:
     """Returns a function that runs `command` and then raises typer.Exit with the exit code.
 
-    If the command raises an error that users can cause, one message goes to stderr and the exit code is the error's. Other
-    errors are not caught.
+    If the command raises an error that users can cause, one message goes to stderr and the exit
+    code is the error's. Other errors are not caught.
     """
 
     @wraps(command)
@@ -143,16 +164,23 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
             if not is_out_of_memory(error):
                 raise
             what = str(error) or "not enough memory"  # Python's own error has no text
-            code = _report(RunError(f"out of memory: {what.splitlines()[0]}", "Try a smaller model or --dtype bfloat16"))
+            code = _report(
+                RunError(
+                    f"out of memory: {what.splitlines()[0]}",
+                    "Try a smaller model or --dtype bfloat16",
+                )
+            )
         raise typer.Exit(code)
 
     return run
 
 
 def _report(error: SpecgenError, *, no_color: bool = False) -> int:
-    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal, else on one line.
+    """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal,
+    else on one line.
 
-    Of a message with thousands of characters, such as a long path, it shows the beginning and the end. Returns the exit code.
+    Of a message with thousands of characters, such as a long path, it shows the beginning and the
+    end. Returns the exit code.
     """
     from rich.text import Text
 
@@ -179,11 +207,19 @@ def _brief(message: str) -> str:
 
 
 def _usage_error(error: Exception) -> int:
-    """Prints an error of the command-line parser, such as an unknown option or a wrong value. Returns the exit code."""
+    """Prints an error of the command-line parser, such as an unknown option or a wrong value.
+    Returns the exit code."""
     message: str = error.format_message()  # type: ignore[attr-defined]
-    option, checks = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
-    if option is not None and checks is not None:  # the parser's message about a wrong value does not contain it
-        what = str(error).removeprefix("Value error, ").partition(",")[0].replace("Input should", "It has to")
+    option = getattr(error, "param", None)
+    checks = getattr(error.__cause__, "errors", None)
+    # the parser's message about a wrong value does not contain it
+    if option is not None and checks is not None:
+        what = (
+            str(error)
+            .removeprefix("Value error, ")
+            .partition(",")[0]
+            .replace("Input should", "It has to")
+        )
         return _report(SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", what))
     if message:  # it is empty where the parser has shown the help text instead
         _report(SpecgenError(message.rstrip("."), _usage_hint(error)))
@@ -191,16 +227,22 @@ def _usage_error(error: Exception) -> int:
 
 
 def _usage_hint(error: Exception) -> str:
-    """Returns the way out of a parser's error. A prompt that begins with a dash, such as `-5 + 3 =`, is read as options."""
-    context, option = getattr(error, "ctx", None), str(getattr(error, "option_name", ""))
+    """Returns the way out of a parser's error. A prompt that begins with a dash, such as `-5 + 3
+    =`, is read as options."""
+    context = getattr(error, "ctx", None)
+    option = str(getattr(error, "option_name", ""))
     is_prompt = option.startswith("-") and not option.startswith("--")
     if is_prompt and context is not None and context.info_name == "generate":
-        return 'See --help. A prompt that begins with a dash goes after --: specgen generate -- "-5 + 3 ="'
+        return (
+            "See --help. A prompt that begins with a dash goes after --: specgen "
+            'generate -- "-5 + 3 ="'
+        )
     return "See --help"
 
 
 def _system_error(error: OSError) -> int:
-    """Reports an error of the operating system on stderr. Returns the exit code: 2 if a path cannot be right, otherwise 1.
+    """Reports an error of the operating system on stderr. Returns the exit code: 2 if a path cannot
+    be right, otherwise 1.
 
     If the reader of the output has closed the pipe, nothing is reported and the code is 0.
     """
@@ -214,7 +256,8 @@ def _system_error(error: OSError) -> int:
 
 
 def _silence(stream: TextIO) -> None:
-    """Discards the text still in the stream's buffer, so that Python's flush at exit does not raise the same error again."""
+    """Discards the text still in the stream's buffer, so that Python's flush at exit does not raise
+    the same error again."""
     with suppress(OSError, ValueError):  # a stream without a file
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -241,20 +284,26 @@ class Command(_PlainFlags, TyperCommand):
 
 
 class CommandGroup(_PlainFlags, TyperGroup):
-    """The group of the four commands. It makes a command's options only when that command is called, because making the options
-    of all would take a third of the time of --help."""
+    """The group of the four commands. It makes a command's options only when that command is
+    called, because making the options of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _OTHER_COMMANDS:
-            ctx.fail(f"there is no command {args[0]!r}; for a conversation take {_OTHER_COMMANDS[args[0]]}")
+            ctx.fail(
+                f"there is no command {args[0]!r}; for a conversation take "
+                f"{_OTHER_COMMANDS[args[0]]}"
+            )
         args = with_our_names(args)
         if args and args[0] in COMMANDS:
-            self.commands[args[0]] = with_options(args[0], shows_all="--help-all" in args or "_SPECGEN_COMPLETE" in os.environ)
+            self.commands[args[0]] = with_options(
+                args[0], shows_all="--help-all" in args or "_SPECGEN_COMPLETE" in os.environ
+            )
         return super().resolve_command(ctx, args)
 
 
 def with_our_names(args: list[str]) -> list[str]:
-    """Returns arguments with our names for options that other programs call otherwise, up to an argument `--`."""
+    """Returns arguments with our names for options that other programs call otherwise, up to an
+    argument `--`."""
     ours: list[str] = []
     for position, arg in enumerate(args):
         if arg == "--":
@@ -267,7 +316,9 @@ def with_our_names(args: list[str]) -> list[str]:
 def with_options(name: str, *, shows_all: bool = True) -> Any:
     """Returns the typer command `name` with all its options."""
     single = typer.Typer(add_completion=False, **_SHARED)
-    single.command(name, cls=Command, help=COMMANDS[name][0])(reported(command(name, shows_all=shows_all)))
+    single.command(name, cls=Command, help=COMMANDS[name][0])(
+        reported(command(name, shows_all=shows_all))
+    )
     return typer.main.get_command(single)
 
 
@@ -287,7 +338,15 @@ def _version(requested: bool) -> None:
 @app.callback()
 def specgen(
     version: Annotated[
-        bool, typer.Option("--version", metavar="", help="Show the version, then exit.", callback=_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            metavar="",
+            help="Show the version, then exit.",
+            callback=_version,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
-    """Speculative decoding on your own models: faster tokens, the target's own output, and a view of what happened."""
+    """Speculative decoding on your own models: faster tokens, the target's own output, and a view
+    of what happened."""

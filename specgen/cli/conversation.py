@@ -1,4 +1,5 @@
-"""`specgen generate --chat` on a terminal without a prompt: a conversation, whose turns the user types."""
+"""`specgen generate --chat` on a terminal without a prompt: a conversation, whose turns the user
+types."""
 
 from __future__ import annotations
 
@@ -82,10 +83,13 @@ class Conversation:
         }
 
     def run(self) -> None:
-        """Reads turns and answers them until the user ends the conversation. An error is shown and ends only its turn."""
+        """Reads turns and answers them until the user ends the conversation. An error is shown and
+        ends only its turn."""
         read = line_reader()
         if not self._decoding.output.quiet:
-            self._say("Type a message; /help lists what else can be typed, Ctrl-D ends the conversation.")
+            self._say(
+                "Type a message; /help lists what else can be typed, Ctrl-D ends the conversation."
+            )
         while True:
             try:
                 text = self._read(read)
@@ -99,7 +103,8 @@ class Conversation:
                 self._err.print(Text.assemble(("error: ", "bad"), str(error)), soft_wrap=True)
 
     def _read(self, read: Callable[[str], str]) -> str | None:
-        """Returns what the user types, without the lines' final backslashes; None at the end of the input."""
+        """Returns what the user types, without the lines' final backslashes; None at the end of the
+        input."""
         lines: list[str] = []
         with interrupts.caught():
             while not lines or lines[-1].endswith("\\"):
@@ -112,7 +117,9 @@ class Conversation:
                     self._err.print()
                     return None
                 except UnicodeDecodeError as error:
-                    raise SpecgenError("the message is not UTF-8", "Set the terminal's encoding to UTF-8") from error
+                    raise SpecgenError(
+                        "the message is not UTF-8", "Set the terminal's encoding to UTF-8"
+                    ) from error
         return "\n".join(line.removesuffix("\\") for line in lines)
 
     def _obey(self, text: str) -> None:
@@ -151,13 +158,23 @@ class Conversation:
     def _set_system(self, text: str) -> None:
         if text:
             self._system = check_text(text, "the system message")
-            self._say("The system message is set. It holds for what was said before too; /reset forgets that.")
+            self._say(
+                "The system message is set. It holds for what was said before too; "
+                "/reset forgets that."
+            )
         else:
-            self._say("There is no system message." if self._system is None else f"The system message: {self._system}")
+            self._say(
+                "There is no system message."
+                if self._system is None
+                else f"The system message: {self._system}"
+            )
 
     def _set_method(self, text: str) -> None:
         if not text:
-            self._say(f"Decoding with {self._decoding.written}. There are (specgen inspect --methods describes them):")
+            self._say(
+                f"Decoding with {self._decoding.written}. There are (specgen inspect "
+                "--methods describes them):"
+            )
             self._say(" ".join(methods.METHODS))
             return
         name, settings = methods.split(text)
@@ -179,13 +196,18 @@ class Conversation:
         said = messages(self._turns[-1][0], self._system, self._turns[:-1])
         said.append({"role": "assistant", "content": self._turns[-1][1]})
         path = Path(name).expanduser()
-        write_new(path, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in said), "conversation")
+        write_new(
+            path,
+            "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in said),
+            "conversation",
+        )
         self._say(f"{counted(len(said), 'message')} saved in {path}.")
 
     # answers
 
     def _answer(self, text: str, regenerated: int = 0) -> None:
-        """Answers the user's text. An interrupted answer stays in the conversation as far as it was generated.
+        """Answers the user's text. An interrupted answer stays in the conversation as far as it was
+        generated.
 
         An answer that is `regenerated` for the n-th time gets the seed, if there is one, plus n.
         """
@@ -193,7 +215,10 @@ class Conversation:
         decoding = self._decoding
         self._regenerated = regenerated
         if decoding.sampling.seed is not None:
-            decoding = replace(decoding, sampling=replace(decoding.sampling, seed=decoding.sampling.seed + regenerated))
+            decoding = replace(
+                decoding,
+                sampling=replace(decoding.sampling, seed=decoding.sampling.seed + regenerated),
+            )
         with interrupts.caught():
             try:
                 writer = self._start(turns, decoding)
@@ -211,5 +236,6 @@ class Conversation:
 
 
 def is_command(text: str) -> bool:
-    """Whether the text is a command. A text of several lines is a message, unless it begins with one of `COMMANDS`."""
+    """Whether the text is a command. A text of several lines is a message, unless it begins with
+    one of `COMMANDS`."""
     return text.startswith("/") and ("\n" not in text.strip() or text.split()[0] in COMMANDS)

@@ -9,13 +9,15 @@ from collections.abc import Callable
 def line_reader() -> Callable[[str], str]:
     """Returns a function that shows a prompt and returns what the user types or pastes until Enter.
 
-    A pasted text may have several lines, and Alt-Enter begins a new line. Earlier messages come back with the arrow keys. The
-    function raises KeyboardInterrupt for Ctrl-C, also right after Enter, and EOFError for Ctrl-D in an empty line. A terminal
-    that obeys no cursor movements (`TERM=dumb`) gets none.
+    A pasted text may have several lines, and Alt-Enter begins a new line. Earlier messages come
+    back with the arrow keys. The function raises KeyboardInterrupt for Ctrl-C, also right after
+    Enter, and EOFError for Ctrl-D in an empty line. A terminal that obeys no cursor movements
+    (`TERM=dumb`) gets none.
     """
     if os.environ.get("TERM") in ("dumb", "unknown"):
         return input
-    # Without the question where the cursor is: a terminal that leaves it unanswered would get a warning.
+    # Without the question where the cursor is: a terminal that leaves it unanswered would get a
+    # warning.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession
     from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead

@@ -37,16 +37,24 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 
-def generate(asked: GenerateOptions, models: DecodingOptions, sampling: GenerateSampling, output: GenerateOutput) -> None:
-    """Continues the prompt and shows the output, or with --help-method describes the method. Raises SpecgenError for wrong
-    options and RunError for failures while running."""
+def generate(
+    asked: GenerateOptions,
+    models: DecodingOptions,
+    sampling: GenerateSampling,
+    output: GenerateOutput,
+) -> None:
+    """Continues the prompt and shows the output, or with --help-method describes the method. Raises
+    SpecgenError for wrong options and RunError for failures while running."""
     named, given = (None, {}) if asked.method is None else methods.split(asked.method)
     if asked.help_method:
         from specgen.view.pair_report import method_card
 
-        method_card(theme.console(no_color=output.no_color), methods.find(named or methods.DEFAULT_METHOD))
+        method_card(
+            theme.console(no_color=output.no_color), methods.find(named or methods.DEFAULT_METHOD)
+        )
         return
-    params, given = sampling.params(), {**given, **parse_pairs(asked.settings or [])}
+    params = sampling.params()
+    given = {**given, **parse_pairs(asked.settings or [])}
     chosen = methods.find(methods.DEFAULT_METHOD if named is None else named)
     if chosen.needs_draft_model and not models.has_draft:
         raise chosen.without_part(models.target)
@@ -55,16 +63,27 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
     by_text = settings.drafts_text
     record = output.record is not None
     _check_options(asked, output)
-    prompts = None if asked.prompts is None else load_prompts(asked.prompts, all_turns=True, for_tuning=None)
+    prompts = (
+        None
+        if asked.prompts is None
+        else load_prompts(asked.prompts, all_turns=True, for_tuning=None)
+    )
     is_read_in_turns = _is_read_in_turns(asked, output)
     prompt = None
     if prompts is None and not is_read_in_turns:
         prompt = PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
-    check_outputs({"--trace": output.trace}, [("--file", asked.file), ("--prompts", asked.prompts)], models)
-    err, quiet = theme.console(stderr=True, no_color=output.no_color), output.quiet
+    check_outputs(
+        {"--trace": output.trace}, [("--file", asked.file), ("--prompts", asked.prompts)], models
+    )
+    err = theme.console(stderr=True, no_color=output.no_color)
+    quiet = output.quiet
     sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
-        trace = None if output.trace is None else opened.enter_context(closing(TraceWriter(output.trace)))
+        trace = (
+            None
+            if output.trace is None
+            else opened.enter_context(closing(TraceWriter(output.trace)))
+        )
         _say_what_is_lost(asked, output, err)
         tuned_for = None if given else params
         pair, profile = open_pair(
@@ -84,28 +103,54 @@ def generate(asked: GenerateOptions, models: DecodingOptions, sampling: Generate
             err.print(Text(prompt.note), soft_wrap=True)
         name, values, tuned = choose(profile, named, given)
         if models.finds and profile is None and named is None:
-            name = choose_found(pair, prompts[0].text if prompts else text, params, err, quiet=quiet)
-        if tuned and models.finds and pair.draft is not None and methods.find(name).uses_draft_model:
+            name = choose_found(
+                pair, prompts[0].text if prompts else text, params, err, quiet=quiet
+            )
+        if (
+            tuned
+            and models.finds
+            and pair.draft is not None
+            and methods.find(name).uses_draft_model
+        ):
             tuned += f", drafted by {pair.draft.name}"
-        where = f"{pair.target.device} {pair.target.dtype_name}" if "auto" in (models.device, models.dtype) else ""
+        where = (
+            f"{pair.target.device} {pair.target.dtype_name}"
+            if "auto" in (models.device, models.dtype)
+            else ""
+        )
 
-        def start(prompt: Prompt, decoding: Decoding, keys: Mapping[str, Any] | None = None) -> OutputWriter:
-            request = pair.request(prompt, decoding.name, decoding.sampling, record=record, **decoding.settings)
-            with Progress(err, quiet=quiet or not request.method.may_measure(request.settings)) as loading:
+        def start(
+            prompt: Prompt, decoding: Decoding, keys: Mapping[str, Any] | None = None
+        ) -> OutputWriter:
+            request = pair.request(
+                prompt, decoding.name, decoding.sampling, record=record, **decoding.settings
+            )
+            with Progress(
+                err, quiet=quiet or not request.method.may_measure(request.settings)
+            ) as loading:
                 loading.announce("preparing")
                 run = pair.prepare(request)
-            if (unused := pair.parts.unused(request.method.name, request.method.head)) is not None and not quiet:
+            if (
+                unused := pair.parts.unused(request.method.name, request.method.head)
+            ) is not None and not quiet:
                 err.print(Text(unused), soft_wrap=True)
             by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
             return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where, keys)
 
         if asked.file is not None and asked.prompt is None and holds_prompts(text) and not quiet:
-            err.print(Text(f"{asked.file} is continued as one text; --prompts {asked.file} answers each of its prompts"))
+            err.print(
+                Text(
+                    f"{asked.file} is continued as one text; --prompts {asked.file} "
+                    "answers each of its prompts"
+                )
+            )
         decoding = Decoding(name, values, params, output)
         say = partial(_say_what_decodes, pair, name, values, err, quiet=quiet)
         if is_read_in_turns:
             say()
-            Conversation(start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)).run()
+            Conversation(
+                start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)
+            ).run()
         elif prompts is not None:
             answers = PromptsFile(pair, prompts, asked, decoding, err)
             say()  # a mistake in the options or in a prompt is one line
@@ -123,44 +168,60 @@ def _with_limit_of_turns(decoding: Decoding, limit: int | None) -> Decoding:
     return replace(decoding, sampling=replace(decoding.sampling, max_new_tokens=LARGEST))
 
 
-def _say_what_decodes(pair: Pair, name: str, settings: Mapping[str, object], err: Console, *, quiet: bool) -> None:
-    """Prints the models, their device and dtype, and the method, and how much of the text the draft model can draft. Nothing
-    with `quiet`."""
+def _say_what_decodes(
+    pair: Pair, name: str, settings: Mapping[str, object], err: Console, *, quiet: bool
+) -> None:
+    """Prints the models, their device and dtype, and the method, and how much of the text the draft
+    model can draft. Nothing with `quiet`."""
     if quiet:
         return
     uses_draft = methods.find(name).uses_draft_model
-    err.print(Text(f"{models_in_words(pair, with_draft=uses_draft)}, {name}", "quiet"), soft_wrap=True)
+    err.print(
+        Text(f"{models_in_words(pair, with_draft=uses_draft)}, {name}", "quiet"), soft_wrap=True
+    )
     if uses_draft and settings.get("translation") != "text":
         show_overlap(pair, err)
 
 
 def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
-    """Raises SpecgenError for a prompt beside --prompts, a record that goes nowhere, and for a system message without --chat or
-    one that is not UTF-8."""
+    """Raises SpecgenError for a prompt beside --prompts, a record that goes nowhere, and for a
+    system message without --chat or one that is not UTF-8."""
     if output.record is not None and output.trace is None and not output.json:
-        raise SpecgenError("--record distributions is given without --trace or --json", "Add --trace FILE.jsonl, or --json")
+        raise SpecgenError(
+            "--record distributions is given without --trace or --json",
+            "Add --trace FILE.jsonl, or --json",
+        )
     for given in (asked.prompt, asked.file):
         if asked.prompts is not None and given is not None:
-            raise SpecgenError(f"--prompts {asked.prompts} and {given} are given", "Leave one of them out")
+            raise SpecgenError(
+                f"--prompts {asked.prompts} and {given} are given", "Leave one of them out"
+            )
     if asked.system is None:
         return
     if not asked.chat:
-        raise SpecgenError("--system is given without --chat", "Add --chat: a system message needs the chat template")
+        raise SpecgenError(
+            "--system is given without --chat",
+            "Add --chat: a system message needs the chat template",
+        )
     check_text(asked.system, "--system")
 
 
 def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Console) -> None:
-    """Prints that a recorded run is replaced by that of one prompt. Raises SpecgenError if the trace holds what is not."""
+    """Prints that a recorded run is replaced by that of one prompt. Raises SpecgenError if the
+    trace holds what is not."""
     if asked.prompts is not None or output.trace is None:
         return
     if _is_recorded(output.trace) and not output.quiet:
-        err.print(Text(f"{output.trace} is written anew: it holds another run", "quiet"), soft_wrap=True)
+        err.print(
+            Text(f"{output.trace} is written anew: it holds another run", "quiet"), soft_wrap=True
+        )
 
 
 def _is_recorded(path: Path) -> bool:
     """Whether a file holds a run of `generate`, which a new one may replace.
 
-    Raises SpecgenError if it holds the runs of several prompts, of `generate --prompts` or of `compare`: they take long.
+    Raises SpecgenError if it holds the runs of several prompts, of `generate --prompts` or of
+    `compare`: they take long.
     """
     if not path.is_file():  # a pipe cannot be read without its reader's loss
         return False

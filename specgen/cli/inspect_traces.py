@@ -1,4 +1,5 @@
-"""`specgen inspect TRACE.jsonl ...`: shows recorded generations (called runs here) as text, JSON lines or an HTML page."""
+"""`specgen inspect TRACE.jsonl ...`: shows recorded generations (called runs here) as text, JSON
+lines or an HTML page."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.view import theme
 from specgen.view.trace_report import RecordedMethod, show
 
-START_KEYS = ("spec", "settings", "lossless", "target", "draft", "device", "dtype", "prompt_index", "category", "repeat")
+START_KEYS = (
+    "spec",
+    "settings",
+    "lossless",
+    "target",
+    "draft",
+    "device",
+    "dtype",
+    "prompt_index",
+    "category",
+    "repeat",
+)
 
 
 @dataclass(slots=True)
 class _Group:
     """The runs (recorded generations) of one method in one trace file.
 
-    `name` is the method with its settings as given to `specgen compare`, or the method's name in a trace of `generate`. `run` is
-    the run to show in detail, None until it is found. `settings` has each setting's value as text: the values in these runs, or
-    their range, as PEARL's window is measured for each prompt.
+    `name` is the method with its settings as given to `specgen compare`, or the method's name in a
+    trace of `generate`. `run` is the run to show in detail, None until it is found. `settings` has
+    each setting's value as text: the values in these runs, or their range, as PEARL's window is
+    measured for each prompt.
     """
 
     path: Path
@@ -38,7 +51,8 @@ class _Group:
     run: TracedRun | None = None
 
     def add(self, run: TracedRun, detailed: int) -> None:
-        """Adds a run to the statistics. If it is the group's run number `detailed`, counted from 1, it becomes `self.run`."""
+        """Adds a run to the statistics. If it is the group's run number `detailed`, counted from 1,
+        it becomes `self.run`."""
         self.figures.add(run)
         for setting, value in run.start["settings"].items():
             values = self.values.setdefault(setting, [])
@@ -67,11 +81,18 @@ def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceO
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
         for run in read_trace(path):
-            # runs of `compare` with the same written method are one group, even if measured settings differ
+            # runs of `compare` with the same written method are one group, even if measured
+            # settings differ
             spec = run.start.get("spec")
             name = spec if isinstance(spec, str) and spec else run.method
-            key = (path, name, "" if name is spec else json.dumps(run.start["settings"], sort_keys=True))
-            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(run, options.run)
+            key = (
+                path,
+                name,
+                "" if name is spec else json.dumps(run.start["settings"], sort_keys=True),
+            )
+            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(
+                run, options.run
+            )
             if output.json:
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), options.run))
@@ -89,17 +110,24 @@ def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceO
 def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]:
     """Yields each group as a RecordedMethod whose label tells it from the other groups.
 
-    The label is the method's name. Where several groups have the same method, it also has the settings in which they differ, or
-    the file's name. `(lossy)` follows the name of a lossy method. Raises SpecgenError for a group without run `number`.
+    The label is the method's name. Where several groups have the same method, it also has the
+    settings in which they differ, or the file's name. `(lossy)` follows the name of a lossy method.
+    Raises SpecgenError for a group without run `number`.
     """
     for group in groups:
         if group.run is None:
-            message = f"{group.path} has no run {number} of {group.name}: it holds {group.figures.runs}"
+            message = (
+                f"{group.path} has no run {number} of {group.name}: it holds {group.figures.runs}"
+            )
             raise SpecgenError(message, "Choose another with --run")
         own = group.settings
-        others = [other.settings for other in groups if other.name == group.name and other is not group]
+        others = [
+            other.settings for other in groups if other.name == group.name and other is not group
+        ]
         differing = {name for other in others for name in own if own[name] != other.get(name, ...)}
-        label = group.name + "".join(f":{name}={value}" for name, value in own.items() if name in differing)
+        label = group.name + "".join(
+            f":{name}={value}" for name, value in own.items() if name in differing
+        )
         if own in others:
             label += f" ({group.path.stem})"
         if group.run.start.get("lossless") is False:
@@ -109,7 +137,8 @@ def _labelled(groups: Sequence[_Group], number: int) -> Iterator[RecordedMethod]
 
 
 def _line(path: Path, run: TracedRun) -> dict[str, Any]:
-    """Returns the line of `specgen inspect --json` for a run, with statistics computed from its rounds."""
+    """Returns the line of `specgen inspect --json` for a run, with statistics computed from its
+    rounds."""
     statistics = TraceStatistics(run.method)
     statistics.add(run)
     rounds = [traced.round for traced in run.rounds]

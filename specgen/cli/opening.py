@@ -1,5 +1,5 @@
-"""Loads the models for a command, with the profile that `specgen tune` saved for them: the best method and settings of a pair on
-a machine."""
+"""Loads the models for a command, with the profile that `specgen tune` saved for them: the best
+method and settings of a pair on a machine."""
 
 from __future__ import annotations
 
@@ -51,18 +51,22 @@ def open_pair(
     find: bool | Finding = "untried",
     is_method_named: bool = False,
 ) -> tuple[Pair, Profile | None]:
-    """Loads the models and runs them once to warm them up, with a progress line on the console `err`. Returns the pair, and the
-    profile for sampling as in `tuned_for`; None if there is no profile, or if `tuned_for` is None.
+    """Loads the models and runs them once to warm them up, with a progress line on the console
+    `err`. Returns the pair, and the profile for sampling as in `tuned_for`; None if there is no
+    profile, or if `tuned_for` is None.
 
-    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second process for the draft model. That
-    process is started first, so that both processes import torch at the same time. `sequential`: a method may run the draft model
-    in this process, so its weights are loaded here too. The draft model's weights are rounded as the profile says, unless
-    --draft-dtype is given. `remembered`: see `Pair.warm_up`. `find` says what to look for where no drafter is named: see
-    `specgen.load`. `is_method_named`: nothing is said about a profile that does not fit, unless the user named it.
+    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second
+    process for the draft model. That process is started first, so that both processes import torch
+    at the same time. `sequential`: a method may run the draft model in this process, so its weights
+    are loaded here too. The draft model's weights are rounded as the profile says, unless
+    --draft-dtype is given. `remembered`: see `Pair.warm_up`. `find` says what to look for where no
+    drafter is named: see `specgen.load`. `is_method_named`: nothing is said about a profile that
+    does not fit, unless the user named it.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
-    if models.threads is not None:  # read by torch when it is imported, here and in the draft's process
+    # read by torch when it is imported, here and in the draft's process
+    if models.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
         process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
@@ -71,32 +75,46 @@ def open_pair(
 
         interrupts.check()
         looked_for = find if models.finds else False
-        pair = load(**models.arguments(), find=looked_for, announce=loading.announce, process=process)
+        pair = load(
+            **models.arguments(), find=looked_for, announce=loading.announce, process=process
+        )
         if tuned_for is not None and isinstance(models, DecodingOptions) and models.uses_profile:
 
             def note(text: str) -> None:
                 loading.keep(Text(text))
 
-            pair = with_tuned_draft(pair, tuned_for, models.profile, (models.dtype, models.draft_dtype), process)
+            pair = with_tuned_draft(
+                pair, tuned_for, models.profile, (models.dtype, models.draft_dtype), process
+            )
             may_round = models.draft_dtype is None and models.has_draft
             is_silent = is_method_named and models.profile is None
             why_not = (lambda _: None) if is_silent else note
-            profile = find_profile(pair, tuned_for, models.profile, why_not, any_draft_dtype=may_round)
+            profile = find_profile(
+                pair, tuned_for, models.profile, why_not, any_draft_dtype=may_round
+            )
             if profile is not None:
                 pair, profile = _with_profile(pair, profile, process, note)
-        pair.warm_up(loading.announce, sequential=sequential, parallel=parallel, remembered=remembered)
+        pair.warm_up(
+            loading.announce, sequential=sequential, parallel=parallel, remembered=remembered
+        )
         interrupts.check()
         for text in _notes(pair):
             loading.keep(Text(text))
-    if not gc.isenabled():  # `program` switched it off; no garbage is among the objects so far, and torch's are many
+    # `program` switched it off; no garbage is among the objects so far, and torch's are many
+    if not gc.isenabled():
         gc.freeze()
         gc.enable()
     return pair, profile
 
 
 def _notes(pair: Pair) -> list[str]:
-    """Returns the lines that the user should see about the loaded models, and about what was found and does not work."""
-    doubts = [f"{part.path}: {part.warning}" for part in pair.parts.named.values() if part.warning is not None]
+    """Returns the lines that the user should see about the loaded models, and about what was found
+    and does not work."""
+    doubts = [
+        f"{part.path}: {part.warning}"
+        for part in pair.parts.named.values()
+        if part.warning is not None
+    ]
     if pair.draft is not None and pair.draft.warning is not None:
         doubts.append(pair.draft.warning)
     tokenizers = [model.tokenizer for model in (pair.target, pair.draft) if model is not None]
@@ -121,24 +139,37 @@ def disable_hub_progress(err: Console, *, quiet: bool) -> None:
 
 
 def models_in_words(pair: Pair, *, with_draft: bool = True) -> str:
-    """Returns the names of the models, the target's device and its dtype. `with_draft`: also the draft model's name."""
+    """Returns the names of the models, the target's device and its dtype. `with_draft`: also the
+    draft model's name."""
     target = pair.target
     models = (target, pair.draft if with_draft else None)
     names = " with ".join(model.name for model in models if model is not None)
-    return f"{'demo pair' if target.name == 'demo/target' else names}, {target.device} {target.dtype_name}"
+    return (
+        f"{'demo pair' if target.name == 'demo/target' else names}, {target.device} "
+        f"{target.dtype_name}"
+    )
 
 
 def show_overlap(pair: Pair, err: Console) -> None:
-    """Prints on `err` how much of the target's text the draft model can draft. Nothing if both models have the same tokens."""
+    """Prints on `err` how much of the target's text the draft model can draft. Nothing if both
+    models have the same tokens."""
     if pair.draft is not None and pair.draft.translation is not None:
         from specgen.engine.text.translation import overlap_of_examples
         from specgen.view import pair_report as words
 
-        err.print(Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))), soft_wrap=True)
+        err.print(
+            Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))),
+            soft_wrap=True,
+        )
 
 
 def find_profile(
-    pair: Pair, sampling: SamplingParams, folder: Path | None, note: Callable[[str], None], *, any_draft_dtype: bool = False
+    pair: Pair,
+    sampling: SamplingParams,
+    folder: Path | None,
+    note: Callable[[str], None],
+    *,
+    any_draft_dtype: bool = False,
 ) -> Profile | None:
     """Returns `pair.profile_search.find`, and tells `note` why a profile is not used."""
     from specgen.pair.profile_search import find
@@ -150,10 +181,15 @@ def find_profile(
 
 
 def with_tuned_draft(
-    pair: Pair, sampling: SamplingParams, folder: Path | None, dtypes: tuple[str, str | None], process: DraftProcess | None = None
+    pair: Pair,
+    sampling: SamplingParams,
+    folder: Path | None,
+    dtypes: tuple[str, str | None],
+    process: DraftProcess | None = None,
 ) -> Pair:
-    """Returns the pair with the draft model of the profile in `folder` (None: of the target's latest one for this sampling), if
-    that is another one of those that were found for the target; else the pair as it is.
+    """Returns the pair with the draft model of the profile in `folder` (None: of the target's
+    latest one for this sampling), if that is another one of those that were found for the target;
+    else the pair as it is.
 
     `dtypes` are the values of --dtype and --draft-dtype, `process` is as for `_with_profile`.
     """
@@ -164,7 +200,8 @@ def with_tuned_draft(
     others = other_drafts(pair.found, pair.draft)
     if not others or (folder is not None and not (folder / FILE).is_file()):
         return pair
-    found, latest = None, 0.0
+    found = None
+    latest = 0.0
     if folder is not None:
         from specgen.pair import profile as profiles  # imports pydantic
 
@@ -178,7 +215,8 @@ def with_tuned_draft(
                 key["draft"] = {"name": each.name, "device": pair.target.device_label}
             path = default_folder(key, sampling) / FILE
             if path.is_file() and path.stat().st_mtime > latest:
-                found, latest = each, path.stat().st_mtime
+                found = each
+                latest = path.stat().st_mtime
     if found is None:
         return pair
     return with_found(pair, found, dtypes, process=process)
@@ -189,25 +227,31 @@ def _with_profile(
 ) -> tuple[Pair, Profile | None]:
     """Returns the pair as it was tuned (`loading.as_tuned`), and the profile.
 
-    If its draft's weights cannot be rounded here, returns the pair as it was, and None; `note` gets the reason. `process` is the
-    process that was started to run PEARL's draft model; it then runs the rounded one.
+    If its draft's weights cannot be rounded here, returns the pair as it was, and None; `note` gets
+    the reason. `process` is the process that was started to run PEARL's draft model; it then runs
+    the rounded one.
     """
     from specgen.pair.loading import as_tuned
 
     try:
         return as_tuned(pair, profile, process), profile
     except SpecgenError as error:
-        note(f"the profile is stale: its draft was {profile.draft_dtype}; it is not used. {error.message}")
+        note(
+            f"the profile is stale: its draft was {profile.draft_dtype}; it is not used. "
+            f"{error.message}"
+        )
         return pair, None
 
 
-def choose(profile: Profile | None, method: str | None, settings: Mapping[str, object]) -> tuple[str, Mapping[str, object], str]:
-    """Returns the method and settings to decode with, and a text about them. The user's `method` and `settings` go before the
-    profile's.
+def choose(
+    profile: Profile | None, method: str | None, settings: Mapping[str, object]
+) -> tuple[str, Mapping[str, object], str]:
+    """Returns the method and settings to decode with, and a text about them. The user's `method`
+    and `settings` go before the profile's.
 
-    If the user named only a method, its settings are the profile's. If the user gave neither method nor settings, the profile
-    chooses both. The text describes settings that come from a profile, and says if their speed was only expected and not
-    measured; for other settings it is empty.
+    If the user named only a method, its settings are the profile's. If the user gave neither method
+    nor settings, the profile chooses both. The text describes settings that come from a profile,
+    and says if their speed was only expected and not measured; for other settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)
@@ -215,20 +259,30 @@ def choose(profile: Profile | None, method: str | None, settings: Mapping[str, o
         return name, settings, ""
     entry = profile.methods.get(name)
     unconfirmed = ", not confirmed" if entry is not None and entry.measured is None else ""
-    rounded = f", {profile.draft_dtype} draft" if profile.draft_dtype and methods.find(name).uses_draft_model else ""
+    rounded = (
+        f", {profile.draft_dtype} draft"
+        if profile.draft_dtype and methods.find(name).uses_draft_model
+        else ""
+    )
     return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
 
 
-def choose_found(pair: Pair, text: str, sampling: SamplingParams, err: Console, *, quiet: bool) -> str:
-    """Returns the method that is the fastest in a short trial, with what was found to draft for the target; says so in a line.
+def choose_found(
+    pair: Pair, text: str, sampling: SamplingParams, err: Console, *, quiet: bool
+) -> str:
+    """Returns the method that is the fastest in a short trial, with what was found to draft for the
+    target; says so in a line.
 
-    With a seed, sampled text depends on the method, and must not depend on times: then it is the one that is expected to be the
-    fastest, by sizes and by counts of tokens.
+    With a seed, sampled text depends on the method, and must not depend on times: then it is the
+    one that is expected to be the fastest, by sizes and by counts of tokens.
     """
     from specgen.pair.finding import LEAST_GAIN, hint  # imports torch
 
-    kinds = list(dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP))
-    names, speeds = [methods.DEFAULT_METHOD, *kinds], {methods.DEFAULT_METHOD: 0.0}
+    kinds = list(
+        dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP)
+    )
+    names = [methods.DEFAULT_METHOD, *kinds]
+    speeds = {methods.DEFAULT_METHOD: 0.0}
     if kinds and not sampling.greedy and sampling.seed is not None:
         best = max((each for each in pair.found if each.kind != MTP), key=lambda each: each.speedup)
         speeds = {methods.DEFAULT_METHOD if best.kind == DRAFT_MODEL else best.kind: 0.0}
@@ -238,30 +292,47 @@ def choose_found(pair: Pair, text: str, sampling: SamplingParams, err: Console, 
     name = next(iter(speeds))
     if quiet:
         return name
-    used = next((each for each in pair.found if each.kind == name), None) or _drafts_by_default(pair)
-    rejected = [each for each in pair.found if each.kind == DRAFT_MODEL and not each.is_assumed and each.speedup < LEAST_GAIN]
+    used = next((each for each in pair.found if each.kind == name), None) or _drafts_by_default(
+        pair
+    )
+    rejected = [
+        each
+        for each in pair.found
+        if each.kind == DRAFT_MODEL and not each.is_assumed and each.speedup < LEAST_GAIN
+    ]
     for each in rejected:
-        err.print(Text(f"found {each.name}: {each.why}; too few, so it is not used", "quiet"), soft_wrap=True)
+        err.print(
+            Text(f"found {each.name}: {each.why}; too few, so it is not used", "quiet"),
+            soft_wrap=True,
+        )
     if used is not None:
         rates = ", ".join(f"{each} {speed:.0f}" for each, speed in speeds.items() if speed)
         tried = f" ({rates} tokens/s in a short trial)" if rates else ""
-        err.print(Text(f"found {used.name}: {used.why}{tried}; -d none drafts without it", "quiet"), soft_wrap=True)
+        err.print(
+            Text(f"found {used.name}: {used.why}{tried}; -d none drafts without it", "quiet"),
+            soft_wrap=True,
+        )
     elif not rejected and (published := hint(pair.target.name)) is not None:
         err.print(Text(published, "quiet"), soft_wrap=True)
     return name
 
 
 def _drafts_by_default(pair: Pair) -> Found | None:
-    """Returns what the default method drafts with, of what was found: the draft model, else the target's own layers."""
+    """Returns what the default method drafts with, of what was found: the draft model, else the
+    target's own layers."""
     if pair.draft is not None:
         return next((each for each in pair.found if each.folder == pair.draft.folder), None)
     return next((each for each in pair.found if each.kind == MTP), None)
 
 
-def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]) -> dict[str, float]:
-    """Returns the tokens per second of those methods of `names` that can run, in a few rounds after the text, fastest first.
+def _speeds(
+    pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]
+) -> dict[str, float]:
+    """Returns the tokens per second of those methods of `names` that can run, in a few rounds after
+    the text, fastest first.
 
-    Measured once for these models and what was found for them, and again if later runs have other times.
+    Measured once for these models and what was found for them, and again if later runs have other
+    times.
     """
     from specgen.models.measurements import LONGEST_COMPARED, pass_times  # imports torch
 
@@ -275,9 +346,12 @@ def _speeds(pair: Pair, text: str, names: Sequence[str], announce: Callable[[str
             announce(f"trying {name}")
             with suppress(SpecgenError):
                 request = pair.request(text, name, sampling)
-                rounds = list(islice(pair.run(request).rounds(), TRIAL_ROUNDS))[2:]  # the first two warm up
+                # the first two warm up
+                rounds = list(islice(pair.run(request).rounds(), TRIAL_ROUNDS))[2:]
                 seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
-                speeds[name] = sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
+                speeds[name] = (
+                    sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
+                )
                 scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
                 for round_ in rounds if len(request.prompt_ids) < LONGEST_COMPARED else ():
                     width = round_.pass_tokens
@@ -302,14 +376,18 @@ def _weights(folder: Path) -> str:
     return ""
 
 
-def tuned_specs(profile: Profile, specs: Sequence[MethodSpec], *, keep: bool) -> tuple[list[MethodSpec], str]:
-    """Returns the methods `specs` with settings from the profile, and in words which methods got them.
+def tuned_specs(
+    profile: Profile, specs: Sequence[MethodSpec], *, keep: bool
+) -> tuple[list[MethodSpec], str]:
+    """Returns the methods `specs` with settings from the profile, and in words which methods got
+    them.
 
-    Methods to which the user gave no settings get them, and are written with them from then on; with `keep` no method does.
-    `MethodSpec.tuned_on` is set for all methods that have the profile's settings, also if the user wrote them, but not where
-    these are the documented defaults.
+    Methods to which the user gave no settings get them, and are written with them from then on;
+    with `keep` no method does. `MethodSpec.tuned_on` is set for all methods that have the profile's
+    settings, also if the user wrote them, but not where these are the documented defaults.
     """
-    completed, taken = [], []
+    completed = []
+    taken = []
     prompts = profile.measured.prompt_fingerprints
     for spec in specs:
         tuned = None if spec.is_baseline else profile.settings_of(spec.name)

@@ -1,4 +1,5 @@
-"""What can be given on the command line: the options of the four commands, in groups, and what the help says of them.
+"""What can be given on the command line: the options of the four commands, in groups, and what the
+help says of them.
 
 A command takes each group as one parameter. A row (names and value, help text) describes an option.
 """
@@ -15,99 +16,231 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, file_identity
 from specgen.base.types import SamplingParams, check_models
 
-Rows = Mapping[str, tuple[str, str]]  # by field: a short name, a long one if it is not `--the-field`, the value; the help text
+# by field: a short name, a long one if it is not `--the-field`, the value; the help text
+Rows = Mapping[str, tuple[str, str]]
 MAX_NEW_TOKENS = 128
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
 SHOWN = {
     "generate": (
-        "prompt file prompts method settings chat target draft device dtype max_new_tokens temperature seed rounds json quiet"
+        "prompt file prompts method settings chat target draft device dtype "
+        "max_new_tokens temperature seed rounds json quiet"
     ),
-    "compare": "methods prompts limit budget target draft device dtype max_new_tokens temperature json trace html",
+    "compare": (
+        "methods prompts limit budget target draft device dtype max_new_tokens "
+        "temperature json trace html"
+    ),
     "inspect": "traces list_methods html rounds measure target draft device json",
-    "tune": "methods budget prompts export train minutes corpus target draft device dtype max_new_tokens temperature json",
+    "tune": (
+        "methods budget prompts export train minutes corpus target draft device "
+        "dtype max_new_tokens temperature json"
+    ),
 }
-LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}  # by the field's name: the smallest number
+# by the field's name: the smallest number
+LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
     # models
-    "target": ("-t MODEL", "The target model: a Hugging Face id, a folder or a GGUF file. Default: the bundled demo pair."),
-    "draft": ("-d MODEL", "The draft model: an id, a folder or a GGUF file; none: no drafter. Default: one found here."),
-    "device": ("auto|cpu|cuda|cuda:N|mps|auto-map", "What runs the models; auto-map: all GPUs and the CPU, as far as needed."),
+    "target": (
+        "-t MODEL",
+        (
+            "The target model: a Hugging Face id, a folder or a GGUF file. Default: the "
+            "bundled demo pair."
+        ),
+    ),
+    "draft": (
+        "-d MODEL",
+        (
+            "The draft model: an id, a folder or a GGUF file; none: no drafter. Default: one "
+            "found here."
+        ),
+    ),
+    "device": (
+        "auto|cpu|cuda|cuda:N|mps|auto-map",
+        "What runs the models; auto-map: all GPUs and the CPU, as far as needed.",
+    ),
     "draft_device": ("DEVICE", "The device that runs the draft model. Default: --device."),
-    "dtype": ("auto|float32|bfloat16|float16|int8", "Of both models. auto: the weights'; on a CPU float32."),
-    "draft_dtype": ("auto|float32|...|int8|int4", "int8 and int4 round the draft. Default: the tuned one, else --dtype."),
+    "dtype": (
+        "auto|float32|bfloat16|float16|int8",
+        "Of both models. auto: the weights'; on a CPU float32.",
+    ),
+    "draft_dtype": (
+        "auto|float32|...|int8|int4",
+        "int8 and int4 round the draft. Default: the tuned one, else --dtype.",
+    ),
     "revision": ("REV", "The target's branch, tag or commit on the hub."),
     "draft_revision": ("REV", "The draft model's branch, tag or commit on the hub."),
     "trust_remote_code": ("", "Allow models to run the Python code in their repository."),
     "offline": ("", "Use only models in the local cache, and never connect to the hub."),
-    "exit_layer": ("FILE", "The trained exit layer for the eesd methods. Default: the one trained here for the target."),
-    "head": ("FOLDER", "A head for eagle, medusa, glide or block (also a hub id). Default: the one trained here for the target."),
-    "backend": ("auto|native|transformers", "Whose forward pass runs the models. auto: specgen's own where it supports them."),
+    "exit_layer": (
+        "FILE",
+        (
+            "The trained exit layer for the eesd methods. Default: the one trained here for "
+            "the target."
+        ),
+    ),
+    "head": (
+        "FOLDER",
+        (
+            "A head for eagle, medusa, glide or block (also a hub id). Default: the one "
+            "trained here for the target."
+        ),
+    ),
+    "backend": (
+        "auto|native|transformers",
+        "Whose forward pass runs the models. auto: specgen's own where it supports them.",
+    ),
     "context": ("N", "At most N tokens of prompt and output. Default: the target's limit."),
-    "exact": ("", "Make plain and speculative logits bit-equal (native backend, no draft trees). Slower for prompts on CUDA."),
-    "profile": ("DIR", "Use the tuned profile in this folder; none: no profile. Default: what specgen tune saved for this pair."),
+    "exact": (
+        "",
+        (
+            "Make plain and speculative logits bit-equal (native backend, no draft trees). "
+            "Slower for prompts on CUDA."
+        ),
+    ),
+    "profile": (
+        "DIR",
+        (
+            "Use the tuned profile in this folder; none: no profile. Default: what specgen "
+            "tune saved for this pair."
+        ),
+    ),
     # sampling and limits
     "max_new_tokens": ("-n N", "Generate at most N tokens."),
     "temperature": ("T", "The sampling temperature. 0: greedy decoding."),
     "top_p": ("P", "Sample from the most probable tokens whose probabilities add up to P."),
     "top_k": ("K", "Sample from the K most probable tokens. 0: from all."),
-    "min_p": ("P", "Sample only from tokens with at least P times the probability of the likeliest one."),
-    "repetition_penalty": ("R", "Make tokens that are in the context less likely by this factor. Default: the model's own."),
-    "threads": ("N", "Compute with N CPU threads. Default: as many as timed passes choose, or OMP_NUM_THREADS."),
-    "seed": ("N", "The random seed: the same command gives the same tokens again, with every method."),
-    "ignore_eos": ("", "Continue after an end-of-sequence token, so that every measured run is equally long."),
+    "min_p": (
+        "P",
+        "Sample only from tokens with at least P times the probability of the likeliest one.",
+    ),
+    "repetition_penalty": (
+        "R",
+        "Make tokens that are in the context less likely by this factor. Default: the model's own.",
+    ),
+    "threads": (
+        "N",
+        "Compute with N CPU threads. Default: as many as timed passes choose, or OMP_NUM_THREADS.",
+    ),
+    "seed": (
+        "N",
+        "The random seed: the same command gives the same tokens again, with every method.",
+    ),
+    "ignore_eos": (
+        "",
+        "Continue after an end-of-sequence token, so that every measured run is equally long.",
+    ),
     "stop": ("TEXT", "End the output before this text (repeatable)."),
     # output
     "json": ("", "Write JSON lines to standard output instead of text."),
     "quiet": ("-q", "Show no progress and no footer."),
     "no_color": ("", "Use bold, underline and strikethrough instead of colours."),
     "trace": ("FILE.jsonl", "Write every round to this file, as JSON lines."),
-    "record": ("distributions", "Add to the trace how close draft and target are at each drafted token. This takes time."),
-    "perplexity": ("", "Compute the output's perplexity under the target. Lossy methods always do."),
-    "energy": ("", "Measure the energy above idle, in joules per token, where the hardware has counters."),
+    "record": (
+        "distributions",
+        "Add to the trace how close draft and target are at each drafted token. This takes time.",
+    ),
+    "perplexity": (
+        "",
+        "Compute the output's perplexity under the target. Lossy methods always do.",
+    ),
+    "energy": (
+        "",
+        "Measure the energy above idle, in joules per token, where the hardware has counters.",
+    ),
 }
 GENERATE_ROWS: Rows = {
     "prompt": (
         "PROMPT",
-        "The text to continue; --file and what is piped in follow it, after blank lines. A pipe's first byte has to come within "
+        "The text to continue; --file and what is piped in follow it, after blank lines. "
+        "A pipe's first byte has to come within "
         "a second. Standard input alone is read where PROMPT is - or missing.",
     ),
     "no_stdin": (
         "",
-        "Join nothing from standard input to the prompt, and do not wait for it, as in the body of a while read loop.",
+        (
+            "Join nothing from standard input to the prompt, and do not wait for it, as in "
+            "the body of a while read loop."
+        ),
     ),
-    "method": ("-m NAME", "The decoding method (specgen inspect --methods lists them). Default: the tuned one, else adaptive."),
-    "file": ("-f FILE", "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF)."),
+    "method": (
+        "-m NAME",
+        (
+            "The decoding method (specgen inspect --methods lists them). Default: the tuned "
+            "one, else adaptive."
+        ),
+    ),
+    "file": (
+        "-f FILE",
+        "Read the prompt from a file, or what follows it (UTF-8; CRLF is read as LF).",
+    ),
     "prompts": (
         "FILE",
-        "Answer each prompt of a file in compare's formats; with --json one line each. With --trace the same command continues "
+        "Answer each prompt of a file in compare's formats; with --json one line each. "
+        "With --trace the same command continues "
         "after an interruption.",
     ),
     "settings": ("--set KEY=VALUE", "Change a setting of the method (repeatable)."),
     "system": ("TEXT", "The system message for --chat."),
-    "max_new_tokens": ("-n N", "Generate at most N tokens. Default: 128; in a conversation as many as the answer has."),
+    "max_new_tokens": (
+        "-n N",
+        "Generate at most N tokens. Default: 128; in a conversation as many as the answer has.",
+    ),
     "help_method": ("", "Describe --method and its settings, then exit."),
     "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
 }
 COMPARE_ROWS: Rows = {
-    "trace": ("FILE.jsonl", "Write every round to this file, as JSON lines, or continue the interrupted comparison in it."),
+    "trace": (
+        "FILE.jsonl",
+        (
+            "Write every round to this file, as JSON lines, or continue the interrupted "
+            "comparison in it."
+        ),
+    ),
     "methods": (
         "-m LIST",
-        "Methods separated by commas, settings after the name: svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
+        "Methods separated by commas, settings after the name: "
+        "svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
         "likely to be fast here; all: every one. "
         "transformers and transformers-assisted are baselines.",
     ),
-    "prompts": ("FILE", "YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's question.jsonl."),
+    "prompts": (
+        "FILE",
+        (
+            "YAML like examples.yaml (the default), JSON lines with prompt, or Spec-Bench's "
+            "question.jsonl."
+        ),
+    ),
     "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
-    "turns": ("", "Use all turns of a question, with plain decoding's answers between them, not only the first."),
-    "tuned": ("", "Run named methods with the settings of the tuned profile instead of their documented defaults."),
+    "turns": (
+        "",
+        (
+            "Use all turns of a question, with plain decoding's answers between them, not "
+            "only the first."
+        ),
+    ),
+    "tuned": (
+        "",
+        (
+            "Run named methods with the settings of the tuned profile instead of their "
+            "documented defaults."
+        ),
+    ),
     "repeats": ("N", "Run each prompt N times and use the median time."),
-    "budget": ("SECONDS", "End after this time, with what was measured. Default: 60 if nothing says what to compare, else none."),
+    "budget": (
+        "SECONDS",
+        (
+            "End after this time, with what was measured. Default: 60 if nothing says what "
+            "to compare, else none."
+        ),
+    ),
     "by_category": ("", "Show one row for each category as well."),
     "phases": ("", "Show the time for drafting, the length policy, verification and sampling."),
-    "predict": ("", "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes."),
+    "predict": (
+        "",
+        "Show the speedups predicted by EESD's Eq. 14 and by measured costs of the forward passes.",
+    ),
     "resume": ("FILE.jsonl", "As --trace, and refuse the trace of another comparison."),
     "csv": ("FILE", "Write all figures to a CSV file."),
     "svg": ("FILE", "Write the table as an SVG image."),
@@ -115,42 +248,78 @@ COMPARE_ROWS: Rows = {
 }
 INSPECT_ROWS: Rows = {
     "traces": ("TRACE.jsonl ...", "Traces to show, side by side if several."),
-    "list_methods": ("--methods", "List every method with its paper, its settings and their defaults."),
+    "list_methods": (
+        "--methods",
+        "List every method with its paper, its settings and their defaults.",
+    ),
     "html": ("FILE", "Write a self-contained page instead of text."),
-    "rounds": ("N", "Show at most N rounds of each run. Default: 40 of a single run, none of several."),
+    "rounds": (
+        "N",
+        "Show at most N rounds of each run. Default: 40 of a single run, none of several.",
+    ),
     "run": ("N", "Show the rounds of each method's N-th run."),
     "pair": ("", "Inspect the bundled pair."),
-    "measure": ("", "Load the pair and time its passes, for the acceptance rate from which speculation is faster."),
+    "measure": (
+        "",
+        (
+            "Load the pair and time its passes, for the acceptance rate from which "
+            "speculation is faster."
+        ),
+    ),
 }
 TUNE_ROWS: Rows = {
-    "methods": ("-m LIST", "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, glide, block."),
+    "methods": (
+        "-m LIST",
+        (
+            "Only these, separated by commas; with --train one of: eesd, sd, medusa, eagle, "
+            "glide, block."
+        ),
+    ),
     "budget": ("SECONDS", "Time for everything, loading included."),
     "prompts": (
         "FILE",
-        "Prompts to tune on, in compare's formats; by default those of examples.yaml that compare leaves out. With --train: "
+        "Prompts to tune on, in compare's formats; by default those of examples.yaml "
+        "that compare leaves out. With --train: "
         "those that the target continues.",
     ),
     "limit": ("N", "Number of prompts, taken from each category in turn."),
-    "objective": ("speed|perplexity", "Choose lossy settings by speed under --max-perplexity, or by the lowest perplexity."),
-    "max_perplexity": ("X|P%", "The largest perplexity of a lossy output, or its percentage of plain decoding's (100%)."),
+    "objective": (
+        "speed|perplexity",
+        "Choose lossy settings by speed under --max-perplexity, or by the lowest perplexity.",
+    ),
+    "max_perplexity": (
+        "X|P%",
+        "The largest perplexity of a lossy output, or its percentage of plain decoding's (100%).",
+    ),
     "export": (
         "ENGINE",
-        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or lmstudio. Tunes first, for "
+        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or "
+        "lmstudio. Tunes first, for "
         "--budget, where there is no profile.",
     ),
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),
     "train": (
         "",
-        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with -m sd the draft, with -m medusa, eagle, "
+        "Train EESD's exit layer and its predictor (with --exit-layer: only that); with "
+        "-m sd the draft, with -m medusa, eagle, "
         "glide or block a head.",
     ),
     "minutes": ("M", "Total training time (10)."),
     "steps": ("S", "Optimizer steps instead of minutes: reproducible weights."),
-    "corpus": ("FILE", "Plain text, or JSON lines with text (--chat: prompt or messages); demo: the bundled pair's own."),
+    "corpus": (
+        "FILE",
+        (
+            "Plain text, or JSON lines with text (--chat: prompt or messages); demo: the "
+            "bundled pair's own."
+        ),
+    ),
     "layer": ("N", "Put the exit after layer N (7 % of the layers)."),
     "exit_layers": ("0|1|2", "Layers in the exit; 0: only a head."),
     "exit_head": ("own|target", "Train the exit's LM head, or use the target's."),
-    "self_text": ("SHARE", "Share of sequences that the target generates (0.5; for sd: that it labels, 1)."),
+    "self_text": (
+        "SHARE",
+        "Share of sequences that the target generates (0.5; for sd: that it labels, 1).",
+    ),
     "batch": ("--batch-size B", "Sequences per step (64; on a CPU 16)."),
     "training_length": ("--window W", "Tokens per sequence (2048; on a CPU 256)."),
     "learning_rate": ("R", "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth."),
@@ -161,8 +330,9 @@ TUNE_ROWS: Rows = {
 class ModelOptions:
     """Which models to load, and onto which devices.
 
-    If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if --draft or --revision is given
-    without --target, or --draft-revision or --draft-dtype without a draft model, and for an unknown --backend or --draft-dtype.
+    If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if
+    --draft or --revision is given without --target, or --draft-revision or --draft-dtype without a
+    draft model, and for an unknown --backend or --draft-dtype.
     """
 
     panel: ClassVar[str] = "Models"
@@ -183,18 +353,29 @@ class ModelOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        models = {"target": self.target, "draft": self.draft, "revision": self.revision, "draft_revision": self.draft_revision}
+        models = {
+            "target": self.target,
+            "draft": self.draft,
+            "revision": self.revision,
+            "draft_revision": self.draft_revision,
+        }
         check_models(models, self.backend, self.draft_dtype)
 
     @property
     def has_draft(self) -> bool:
-        """Whether there will be a draft model: the one of --draft, or the demo pair's if no target is named."""
-        return self.draft != "none" and (self.draft is not None or self.target is None or self.finds)
+        """Whether there will be a draft model: the one of --draft, or the demo pair's if no target
+        is named."""
+        return self.draft != "none" and (
+            self.draft is not None or self.target is None or self.finds
+        )
 
     @property
     def finds(self) -> bool:
-        """Whether to look for what can draft for the target: with no drafter named, and not with `--draft none`."""
-        return self.target is not None and all(each is None for each in (self.draft, self.head, self.exit_layer))
+        """Whether to look for what can draft for the target: with no drafter named, and not with
+        `--draft none`."""
+        return self.target is not None and all(
+            each is None for each in (self.draft, self.head, self.exit_layer)
+        )
 
     @property
     def probably_on_cpu(self) -> bool:
@@ -232,7 +413,12 @@ class DecodingOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         ModelOptions.__post_init__(self)
-        if self.uses_profile and self.profile is not None and self.exit_layer is None and (self.profile / EXIT_WEIGHTS).is_file():
+        if (
+            self.uses_profile
+            and self.profile is not None
+            and self.exit_layer is None
+            and (self.profile / EXIT_WEIGHTS).is_file()
+        ):
             object.__setattr__(self, "exit_layer", self.profile)
 
 
@@ -271,7 +457,8 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RecordOptions(OutputOptions):
-    """What a command that decodes measures and records besides its output. `trace` is the file to write, None for no trace."""
+    """What a command that decodes measures and records besides its output. `trace` is the file to
+    write, None for no trace."""
 
     trace: Path | None = None
     record: Literal["distributions"] | None = None
@@ -297,7 +484,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output. `max_new_tokens` None: the default, or no limit."""
+    """The options for sampling, with the texts that end the output. `max_new_tokens` None: the
+    default, or no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None
@@ -328,8 +516,8 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class CompareOutput(RecordOptions):
-    """What to display and to write to files. `resume` is the trace of an interrupted comparison, which is read first and then
-    appended to. A file whose path is None is not written.
+    """What to display and to write to files. `resume` is the trace of an interrupted comparison,
+    which is read first and then appended to. A file whose path is None is not written.
 
     Raises SpecgenError for options that contradict each other.
     """
@@ -343,10 +531,19 @@ class CompareOutput(RecordOptions):
     html: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.trace is not None and self.resume is not None and file_identity(self.trace) != file_identity(self.resume):
-            raise SpecgenError(f"--trace {self.trace} differs from --resume {self.resume}", "--resume appends to its own file")
+        if (
+            self.trace is not None
+            and self.resume is not None
+            and file_identity(self.trace) != file_identity(self.resume)
+        ):
+            raise SpecgenError(
+                f"--trace {self.trace} differs from --resume {self.resume}",
+                "--resume appends to its own file",
+            )
         if self.record is not None and self.trace_path is None:
-            raise SpecgenError("--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl")
+            raise SpecgenError(
+                "--record distributions needs --trace", "Name the trace too: --trace FILE.jsonl"
+            )
 
     @property
     def files(self) -> dict[str, Path | None]:
@@ -361,7 +558,8 @@ class CompareOutput(RecordOptions):
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """The traces to inspect, or with `list_methods` the methods. Neither is given if a pair of models is to be inspected."""
+    """The traces to inspect, or with `list_methods` the methods. Neither is given if a pair of
+    models is to be inspected."""
 
     panel: ClassVar[str | None] = None
     traces: list[Path] | None = None
@@ -370,8 +568,8 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs: at most `rounds` rounds of each method (None: a default), those of its run number `run`,
-    from 1. `html` is the page to write, None for text."""
+    """What to show of recorded runs: at most `rounds` rounds of each method (None: a default),
+    those of its run number `run`, from 1. `html` is the page to write, None for text."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None
@@ -381,7 +579,8 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class PairOptions:
-    """What to show of a pair of models. `pair` is for the bundled pair, `measure` also times the loaded models' passes."""
+    """What to show of a pair of models. `pair` is for the bundled pair, `measure` also times the
+    loaded models' passes."""
 
     panel: ClassVar[str] = "A pair of models"
     pair: bool = False
@@ -390,7 +589,8 @@ class PairOptions:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Options for tuning. With `--train`, only `methods`, `prompts`, `chat` and `out` can be given."""
+    """Options for tuning. With `--train`, only `methods`, `prompts`, `chat` and `out` can be
+    given."""
 
     panel: ClassVar[str | None] = None
     methods: str | None = None
@@ -431,7 +631,8 @@ class TrainingOptions:
     learning_rate: float | None = None
 
 
-# By the command's name: its help, the help of options that only it has, and the groups of options that its function takes.
+# By the command's name: its help, the help of options that only it has, and the groups of options
+# that its function takes.
 COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
     "generate": (
         "Continue a prompt. The tokens that the draft proposed are green, the target's own plain.",
@@ -439,17 +640,26 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
         (GenerateOptions, DecodingOptions, GenerateSampling, GenerateOutput),
     ),
     "compare": (
-        "Measure methods against plain decoding and against transformers: speed, acceptance, is the output the target's?",
+        (
+            "Measure methods against plain decoding and against transformers: speed, "
+            "acceptance, is the output the target's?"
+        ),
         COMPARE_ROWS,
         (CompareOptions, DecodingOptions, SamplingOptions, CompareOutput),
     ),
     "inspect": (
-        "Show a recorded run (TRACE.jsonl), a pair before it is used (--target, --draft), or the methods (--methods).",
+        (
+            "Show a recorded run (TRACE.jsonl), a pair before it is used (--target, "
+            "--draft), or the methods (--methods)."
+        ),
         INSPECT_ROWS,
         (InspectOptions, TraceOptions, PairOptions, ModelOptions, OutputOptions),
     ),
     "tune": (
-        "Find the fastest method and its settings for a pair on this machine. With --train: train what drafts for a target.",
+        (
+            "Find the fastest method and its settings for a pair on this machine. With "
+            "--train: train what drafts for a target."
+        ),
         TUNE_ROWS,
         (TuneOptions, TrainingOptions, TuneSampling, ModelOptions, OutputOptions),
     ),

@@ -1,4 +1,5 @@
-"""Runs a generation and writes what it produces: text, lines about rounds, JSON lines, a trace file and a footer."""
+"""Runs a generation and writes what it produces: text, lines about rounds, JSON lines, a trace file
+and a footer."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 class OutputWriter:
     """Writes the output of one generation.
 
-    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says in words which method and
-    settings were taken from what `specgen tune` saved; empty where none were. `trace` gets every line of the recorded run. If a
-    line cannot be written to it, the whole output is shown nevertheless, and `write` then raises the error. `keys` say which of
-    several prompts is answered: they are in the first and the last line, and with --json only the last is shown.
+    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says
+    in words which method and settings were taken from what `specgen tune` saved; empty where none
+    were. `trace` gets every line of the recorded run. If a line cannot be written to it, the whole
+    output is shown nevertheless, and `write` then raises the error. `keys` say which of several
+    prompts is answered: they are in the first and the last line, and with --json only the last is
+    shown.
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class OutputWriter:
     def write(self) -> None:
         """Runs the generation and writes each round as it ends.
 
-        Raises KeyboardInterrupt once what was generated so far is written, and RunError if the trace could not be written.
+        Raises KeyboardInterrupt once what was generated so far is written, and RunError if the
+        trace could not be written.
         """
         progress = Progress(self._err, quiet=self._output.quiet)
         captured = self._pair.models.capture_seconds()
@@ -116,25 +120,35 @@ class OutputWriter:
                     self._end_text()
             with interrupts.held():
                 self._figures.capture_seconds = self._pair.models.capture_seconds() - captured
-                self._finish("interrupted" if interruption is not None else self._run.finish_reason or "length")
+                self._finish(
+                    "interrupted"
+                    if interruption is not None
+                    else self._run.finish_reason or "length"
+                )
         if interruption is not None:
             raise ReportedInterrupt from interruption
 
     def _add(self, round_: Round) -> None:
         """Writes a round to the trace, then shows it.
 
-        Showing may wait for the reader of a pipe. If it is interrupted there, the trace already has the round.
+        Showing may wait for the reader of a pipe. If it is interrupted there, the trace already has
+        the round.
         """
         self._figures.add(round_)
         pieces = self._answer.add(round_)
         if self._output.json or self._trace is not None:
-            self._record(records.round_line(round_, self._pair.tokenizer.text_of, record=self._request.record))
+            self._record(
+                records.round_line(
+                    round_, self._pair.tokenizer.text_of, record=self._request.record
+                )
+            )
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
 
     def _end_text(self) -> None:
-        """Shows the text that was held back because it could have been the beginning of a stop string."""
+        """Shows the text that was held back because it could have been the beginning of a stop
+        string."""
         self._show(self._answer.finish())
         if self._output.json:
             return
@@ -144,12 +158,16 @@ class OutputWriter:
         self._view.end()
 
     def _finish(self, finish_reason: str) -> None:
-        """Writes the summary to the trace and shows the footer. Raises RunError if a line could not be written to the trace."""
-        figures, output = self._figures, self._output
+        """Writes the summary to the trace and shows the footer. Raises RunError if a line could not
+        be written to the trace."""
+        figures = self._figures
+        output = self._output
         if self._meter is not None:
             figures.add_energy(self._meter.stop())
         if output.perplexity or not self._request.method.lossless:
-            figures.add_log_likelihood(self._pair.log_likelihood(self._request.prompt_ids, figures.token_ids))
+            figures.add_log_likelihood(
+                self._pair.log_likelihood(self._request.prompt_ids, figures.token_ids)
+            )
         self._record({"type": "summary", **figures.as_dict(self._answer.text, finish_reason)})
         if not output.quiet:
             if not output.json:
@@ -162,7 +180,8 @@ class OutputWriter:
                 width,
                 tuned=self._tuned,
                 where=self._where,
-                is_cut=finish_reason == "length" and self._request.limit == self._request.sampling.max_new_tokens,
+                is_cut=finish_reason == "length"
+                and self._request.limit == self._request.sampling.max_new_tokens,
             )
             self._err.print(line)
         if self._trace_error is not None:
@@ -195,7 +214,11 @@ class OutputWriter:
             yield "lossy"
         if self._pair.target.quantise is not None:
             yield f"{self._pair.target.dtype_name} target"
-        if draft is not None and draft.dtype_name in QUANTISED and (rounded := f"{draft.dtype_name} draft") not in self._tuned:
+        if (
+            draft is not None
+            and draft.dtype_name in QUANTISED
+            and (rounded := f"{draft.dtype_name} draft") not in self._tuned
+        ):
             yield rounded
         if costs is not None:
             yield f"window {costs.window.size}, c {costs.ratio:.1f}"
@@ -204,11 +227,18 @@ class OutputWriter:
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
             has_layers = method.drafts_without_model and self._pair.models.has_part(MTP)
             yield f"{MTP} drafts" if has_layers else "no draft model"
-        if self._request.limit < self._request.sampling.max_new_tokens and finish_reason == "length":
+        if (
+            self._request.limit < self._request.sampling.max_new_tokens
+            and finish_reason == "length"
+        ):
             target = self._pair.target
             is_full = target.max_tokens(run.context.prompt_length) == target.context_limit
             length = f"{len(run.context):,} tokens"
-            yield f"the context of {length} is full" if is_full else f"{length}: LongRoPE changes there"
+            yield (
+                f"the context of {length} is full"
+                if is_full
+                else f"{length}: LongRoPE changes there"
+            )
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
         if finish_reason == "interrupted":

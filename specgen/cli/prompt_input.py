@@ -1,7 +1,9 @@
-"""The prompt of `generate`: its argument, the file of --file and standard input, joined in this order.
+"""The prompt of `generate`: its argument, the file of --file and standard input, joined in this
+order.
 
-Text from files and pipes is UTF-8. A byte order mark and the line feed at the end are left out, and CRLF becomes LF, so that the
-same text gives the same tokens whatever wrote it and however it is passed.
+Text from files and pipes is UTF-8. A byte order mark and the line feed at the end are left out, and
+CRLF becomes LF, so that the same text gives the same tokens whatever wrote it and however it is
+passed.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from specgen.base.errors import SpecgenError
 from specgen.base.schema import decoded, read_text
 
 LONGEST = 16 << 20  # bytes of a file or of standard input: more than any model's context
-FIRST_BYTE_SECONDS = 1.0  # how long a pipe may take to deliver something, to be joined to the prompt
+# how long a pipe may take to deliver something, to be joined to the prompt
+FIRST_BYTE_SECONDS = 1.0
 BETWEEN = "\n\n"  # a blank line
 _LATE = (
     "Nothing came from standard input within a second: the prompt is taken alone. "
-    "For text that comes later, write it to a file and name it with -f FILE; --no-stdin leaves out this wait and this note."
+    "For text that comes later, write it to a file and name it with -f FILE; --no-stdin "
+    "leaves out this wait and this note."
 )
 _EMPTY = "Standard input was empty: the prompt is taken alone."
 
@@ -33,8 +37,8 @@ class PromptInput:
 
     `note` says why nothing was joined from a pipe, once `text` has returned; else it is empty.
 
-    `given` is the argument, None if it is missing; `-` stands for standard input. Raises SpecgenError for a text that is empty
-    or not UTF-8, and if there is no prompt.
+    `given` is the argument, None if it is missing; `-` stands for standard input. Raises
+    SpecgenError for a text that is empty or not UTF-8, and if there is no prompt.
     """
 
     def __init__(self, given: str | None, file: Path | None, *, reads_stdin: bool) -> None:
@@ -56,7 +60,8 @@ class PromptInput:
             self._join_stdin()
 
     def text(self) -> str:
-        """Returns the whole prompt. Waits for a pipe's first byte, and if it comes in time for the pipe's end."""
+        """Returns the whole prompt. Waits for a pipe's first byte, and if it comes in time for the
+        pipe's end."""
         if self._pipe is not None:
             is_joined = self._add(self._pipe.read())
             if not is_joined:
@@ -65,7 +70,8 @@ class PromptInput:
         return BETWEEN.join(self._parts)
 
     def _join_stdin(self) -> None:
-        """Reads standard input if it is a regular file; if it is a pipe, begins to wait for it. Nothing else is joined."""
+        """Reads standard input if it is a regular file; if it is a pipe, begins to wait for it.
+        Nothing else is joined."""
         try:
             descriptor = sys.stdin.fileno()
             mode = os.fstat(descriptor).st_mode
@@ -85,7 +91,8 @@ class PromptInput:
 
 
 class _Pipe:
-    """Standard input as a pipe. A thread waits for its first byte, so that the models can be loaded meanwhile.
+    """Standard input as a pipe. A thread waits for its first byte, so that the models can be loaded
+    meanwhile.
 
     `is_late`: neither a byte nor the pipe's end has come yet.
     """
@@ -99,9 +106,11 @@ class _Pipe:
         self._waiting.start()
 
     def read(self) -> bytes:
-        """Returns everything that the pipe delivers, nothing if its first byte did not come in time."""
+        """Returns everything that the pipe delivers, nothing if its first byte did not come in
+        time."""
         left = max(0.0, self._deadline - time.monotonic())
-        self._waiting.join(left if sys.platform == "win32" else None)  # elsewhere the thread itself ends in time
+        # elsewhere the thread itself ends in time
+        self._waiting.join(left if sys.platform == "win32" else None)
         return self._begin + _read_stdin(len(self._begin)) if self._begin else b""
 
     def _wait(self) -> None:
@@ -120,19 +129,25 @@ def plain(text: str) -> str:
 
 
 def check_text(text: str, name: str) -> str:
-    """Returns the text. Raises SpecgenError if it has surrogates, which stand for bytes that are not UTF-8 in an argument."""
+    """Returns the text. Raises SpecgenError if it has surrogates, which stand for bytes that are
+    not UTF-8 in an argument."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise SpecgenError(f"{name} is not UTF-8", "Convert it first, for instance with iconv")
     return text
 
 
 def _whole_stdin(*, requested: bool, is_allowed: bool) -> str:
-    """Returns all of standard input. A terminal is read only if `requested` (the prompt was given as `-`)."""
+    """Returns all of standard input. A terminal is read only if `requested` (the prompt was given
+    as `-`)."""
     if requested and not is_allowed:
         raise SpecgenError("the prompt is - and --no-stdin is given", "Leave one of them out")
     if not is_allowed or sys.stdin is None or (sys.stdin.isatty() and not requested):
         raise SpecgenError(
-            "there is no prompt", 'Give one: specgen generate "def fibonacci(n):", pipe it in, or chat: specgen generate --chat'
+            "there is no prompt",
+            (
+                'Give one: specgen generate "def fibonacci(n):", pipe it in, or chat: '
+                "specgen generate --chat"
+            ),
         )
     return _stdin_text(_read_stdin())
 
@@ -141,7 +156,9 @@ def _read_stdin(already: int = 0) -> bytes:
     """Returns what is left of standard input, of which `already` bytes were read."""
     data = sys.stdin.buffer.read(LONGEST + 1 - already)
     if already + len(data) > LONGEST:
-        raise SpecgenError(f"the prompt on standard input is longer than {LONGEST >> 20} MiB", "Give a part of it")
+        raise SpecgenError(
+            f"the prompt on standard input is longer than {LONGEST >> 20} MiB", "Give a part of it"
+        )
     return data
 
 

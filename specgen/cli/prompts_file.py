@@ -34,13 +34,21 @@ Start = Callable[[Any, Decoding, Mapping[str, Any]], "OutputWriter"]
 
 
 class PromptsFile:
-    """Answers prompts one after the other; of a question with several turns the first. An interrupted run is continued from its
-    trace by the same command.
+    """Answers prompts one after the other; of a question with several turns the first. An
+    interrupted run is continued from its trace by the same command.
 
-    Raises SpecgenError if one of the prompts cannot be answered, for instance because it is too long.
+    Raises SpecgenError if one of the prompts cannot be answered, for instance because it is too
+    long.
     """
 
-    def __init__(self, pair: Pair, prompts: Sequence[Prompt], asked: GenerateOptions, decoding: Decoding, err: Console) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        asked: GenerateOptions,
+        decoding: Decoding,
+        err: Console,
+    ) -> None:
         self._prompts = [prompt for prompt in prompts if not prompt.previous_turns]
         self._later_turns = len(prompts) - len(self._prompts)
         self._pair = pair
@@ -54,15 +62,23 @@ class PromptsFile:
         self._finished: list[TracedRun] = []  # of the first prompts, from the trace
 
     def run(self, start: Start, trace: TraceWriter | None) -> None:
-        """Answers all prompts. Answers in the trace of an interrupted run are shown again, so that standard output holds all."""
+        """Answers all prompts. Answers in the trace of an interrupted run are shown again, so that
+        standard output holds all."""
         if trace is not None and self._output.trace is not None:
             self._continue(self._output.trace, trace)
         if self._later_turns:
-            self._say(f"{counted(self._later_turns, 'later turn')} left out: the first of each question is answered")
+            self._say(
+                f"{counted(self._later_turns, 'later turn')} left out: the first of each "
+                "question is answered"
+            )
         is_shown = not self._output.json
-        with Progress(self._err, quiet=self._output.quiet or is_shown or sys.stdout.isatty()) as progress:
+        with Progress(
+            self._err, quiet=self._output.quiet or is_shown or sys.stdout.isatty()
+        ) as progress:
             for number, prompt in enumerate(self._prompts):
-                title = f"prompt {number + 1} of {len(self._prompts)}" + f": {prompt.name}" * bool(prompt.name)
+                title = f"prompt {number + 1} of {len(self._prompts)}" + f": {prompt.name}" * bool(
+                    prompt.name
+                )
                 progress.announce(title)
                 if is_shown:
                     self._say(title)
@@ -79,8 +95,8 @@ class PromptsFile:
                     self._err.print()
 
     def _continue(self, path: Path, trace: TraceWriter) -> None:
-        """Takes over the finished runs in a trace that this command wrote before it was interrupted. A trace without
-        interrupted answers is written anew.
+        """Takes over the finished runs in a trace that this command wrote before it was
+        interrupted. A trace without interrupted answers is written anew.
 
         Raises SpecgenError if another command was interrupted, because its answers would be lost.
         """
@@ -109,10 +125,17 @@ class PromptsFile:
             trace.keep = self._finished[-1].end
             self._say(f"continuing {path}, which has {counted(len(self._finished), 'answer')}")
             return
-        if own < len(runs) and not _is_finished(runs[-1]) and runs[-1].start.get("prompt_index") is not None:
+        if (
+            own < len(runs)
+            and not _is_finished(runs[-1])
+            and runs[-1].start.get("prompt_index") is not None
+        ):
             held = counted(sum(map(_is_finished, runs)), "finished answer")
             raise SpecgenError(
-                f"the trace {path} holds an interrupted run of other prompts or options ({runs[0].method}, {held})",
+                (
+                    f"the trace {path} holds an interrupted run of other prompts or options "
+                    f"({runs[0].method}, {held})"
+                ),
                 "Name another file, or delete this one",
             )
         if runs:
@@ -130,7 +153,13 @@ class PromptsFile:
     def _request(self, prompt: Prompt) -> Request:
         decoding = self._decoding
         try:
-            return self._pair.request(self._messages(prompt), decoding.name, decoding.sampling, record=False, **decoding.settings)
+            return self._pair.request(
+                self._messages(prompt),
+                decoding.name,
+                decoding.sampling,
+                record=False,
+                **decoding.settings,
+            )
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
@@ -147,8 +176,16 @@ class PromptsFile:
             (start["device"], str(target.device)),
             (start["dtype"], target.dtype_name),
             (start["versions"], versions()),
-            *((start["sampling"].get(name), value) for name, value in sampling.items() if value is not None),
-            *((start["settings"].get(name), value) for name, value in settings.items() if value != "auto"),
+            *(
+                (start["sampling"].get(name), value)
+                for name, value in sampling.items()
+                if value is not None
+            ),
+            *(
+                (start["settings"].get(name), value)
+                for name, value in settings.items()
+                if value != "auto"
+            ),
         ]
         return all(before == now for before, now in pairs)
 

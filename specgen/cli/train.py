@@ -1,4 +1,5 @@
-"""The command `specgen tune --train`: what can be trained, with which options, from which models and text, and what is printed.
+"""The command `specgen tune --train`: what can be trained, with which options, from which models
+and text, and what is printed.
 
 Imports no torch.
 """
@@ -34,17 +35,27 @@ if TYPE_CHECKING:
 DEFAULT_MINUTES = 10.0
 _DEMO_CORPUS = Path("demo")  # a file of that name has to be given as ./demo or by its absolute path
 _DEMO_TOKENS = 600_000
-_NOTHING_HELD_OUT = " Nothing was held out to measure it: there are fewer than eight different documents or prompts."
+_NOTHING_HELD_OUT = (
+    " Nothing was held out to measure it: there are fewer than eight "
+    "different documents or prompts."
+)
 _EXIT_OPTIONS = {"layer": "--layer", "exit_layers": "--exit-layers", "exit_head": "--exit-head"}
-_LOOP_OPTIONS = {"steps": "--steps", "self_text": "--self-text", "batch": "--batch-size", "learning_rate": "--learning-rate"}
+_LOOP_OPTIONS = {
+    "steps": "--steps",
+    "self_text": "--self-text",
+    "batch": "--batch-size",
+    "learning_rate": "--learning-rate",
+}
 _OPTIONS = _EXIT_OPTIONS | _LOOP_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """What can be trained. `name` is its kind with an article, `method` the value of `--methods` that trains it.
+    """What can be trained. `name` is its kind with an article, `method` the value of `--methods`
+    that trains it.
 
-    `objective` is its class in `specgen.train`. `learning_rate` and `self_text` are the defaults of these options.
+    `objective` is its class in `specgen.train`. `learning_rate` and `self_text` are the defaults of
+    these options.
     """
 
     name: str
@@ -55,8 +66,10 @@ class Trainable:
 
 
 EXIT = Trainable("an exit layer", "eesd", "exits.ExitObjective")
-PREDICTOR = Trainable("a predictor", "eesd", "exits.PredictorObjective")  # for the exit layer that --exit-layer names
-DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.0)  # learns from the target's own text only
+# for the exit layer that --exit-layer names
+PREDICTOR = Trainable("a predictor", "eesd", "exits.PredictorObjective")
+# learns from the target's own text only
+DRAFT = Trainable("a draft model", "sd", "distillation.DraftObjective", 3e-4, 1.0)
 MEDUSA = Trainable("Medusa heads", "medusa", "blocks.MedusaObjective", 3e-3)
 EAGLE = Trainable("an EAGLE head", "eagle", "heads.EagleObjective")
 GLIDE = Trainable("a GliDe head", "glide", "heads.GlideObjective")
@@ -75,33 +88,48 @@ class Asked(NamedTuple):
 
 
 def part_of(tuning: TuneOptions, models: ModelOptions) -> Trainable:
-    """Returns what the options ask to train. Raises SpecgenError if --methods names a method that has nothing to train, or
-    methods for which different things would be trained."""
+    """Returns what the options ask to train. Raises SpecgenError if --methods names a method that
+    has nothing to train, or methods for which different things would be trained."""
     names = {name.strip() for name in (tuning.methods or "eesd").split(",")}
     found = {"eesd" if name.startswith("eesd") else name for name in names}
     for name in sorted(found - TRAINABLE.keys()):
         methods.find(name)  # an unknown name gets its own message
         known = ", ".join(f"{part.name} ({part.method})" for part in TRAINABLE.values())
-        raise SpecgenError(f"{name} has nothing to train", f"Name with --methods what to train: {known}")
+        raise SpecgenError(
+            f"{name} has nothing to train", f"Name with --methods what to train: {known}"
+        )
     if len(found) > 1:
-        raise SpecgenError(f"{' and '.join(sorted(found))} cannot be trained in one run", "Give one of them")
-    return PREDICTOR if found == {"eesd"} and models.exit_layer is not None else TRAINABLE[found.pop()]
+        raise SpecgenError(
+            f"{' and '.join(sorted(found))} cannot be trained in one run", "Give one of them"
+        )
+    return (
+        PREDICTOR if found == {"eesd"} and models.exit_layer is not None else TRAINABLE[found.pop()]
+    )
 
 
 def check(asked: Asked) -> None:
-    """Raises SpecgenError for options that are wrong for any model, and for those that do not apply to what is trained."""
+    """Raises SpecgenError for options that are wrong for any model, and for those that do not apply
+    to what is trained."""
     models, tuning, training, seed, part = asked
     unused = [] if part is EXIT else [*_EXIT_OPTIONS]
     if part is PREDICTOR:
         unused += _LOOP_OPTIONS
-    wrong = [_OPTIONS[name] for name in unused if getattr(training, name) != getattr(TrainingOptions, name)]
+    wrong = [
+        _OPTIONS[name]
+        for name in unused
+        if getattr(training, name) != getattr(TrainingOptions, name)
+    ]
     if models.exit_layer is not None and part is not PREDICTOR:
         wrong.append("--exit-layer")
     if wrong:
         with_option = "--exit-layer" if part is PREDICTOR else f"--methods {part.method}"
-        problem = f"{', '.join(wrong)} cannot be combined with --train {with_option}, which trains {part.name}"
+        problem = (
+            f"{', '.join(wrong)} cannot be combined with --train {with_option}, "
+            f"which trains {part.name}"
+        )
         raise SpecgenError(problem, "Leave out what does not apply")
-    tiny, huge = sys.float_info.min, sys.float_info.max
+    tiny = sys.float_info.min
+    huge = sys.float_info.max
     least_share = tiny if part is DRAFT else 0
     rules = (
         ("--minutes", training.minutes, tiny, huge, "above 0"),
@@ -121,11 +149,17 @@ def check(asked: Asked) -> None:
     if training.minutes is not None and training.steps is not None:
         raise SpecgenError("both --minutes and --steps are given", "Give one of them")
     if tuning.chat and training.self_text is not None:
-        raise SpecgenError("--self-text cannot be combined with --chat: the target then generates all text", "Leave it out")
+        raise SpecgenError(
+            "--self-text cannot be combined with --chat: the target then generates all text",
+            "Leave it out",
+        )
     has_both = tuning.prompts is not None and training.corpus is not None
     if part is DRAFT and not tuning.chat and has_both and training.self_text in (None, 1):
         raise SpecgenError(
-            f"--corpus {training.corpus} would not be used: with --prompts a draft learns from the target's continuations only",
+            (
+                f"--corpus {training.corpus} would not be used: with --prompts a draft learns "
+                "from the target's continuations only"
+            ),
             "Leave it out, or mix it in: --self-text 0.5",
         )
     if part is DRAFT and (models.finds or not models.has_draft):
@@ -133,9 +167,17 @@ def check(asked: Asked) -> None:
 
 
 def train(
-    models: ModelOptions, tuning: TuneOptions, seed: int, training: TrainingOptions, err: Console, *, quiet: bool, as_json: bool
+    models: ModelOptions,
+    tuning: TuneOptions,
+    seed: int,
+    training: TrainingOptions,
+    err: Console,
+    *,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Loads the models, trains, and prints the result. Raises KeyboardInterrupt if the user interrupted the training."""
+    """Loads the models, trains, and prints the result. Raises KeyboardInterrupt if the user
+    interrupted the training."""
     part = part_of(tuning, models)
     asked = Asked(models, tuning, training, seed, part)
     check(asked)
@@ -151,21 +193,29 @@ def train(
 
     with Progress(err, quiet=quiet) as progress:
         objective = load_objective(asked, prompts, progress)
-        task, target, bars = objective.task, objective.target, TrainingLine(progress)
+        task = objective.task
+        target = objective.target
+        bars = TrainingLine(progress)
         before = None if part is DRAFT else _agreement_before(asked, target)
         make_writable_folder(task.folder)
-        task.announce, task.show = bars.announce, bars.show
+        task.announce = bars.announce
+        task.show = bars.show
         task.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
         with interrupts.held(raises=False) as task.stop_requested:
             try:
                 path, made = run(objective)
             except TrainingStopped:
-                task.announce(f"interrupted; the same command resumes from here (state in {task.folder})")
+                task.announce(
+                    f"interrupted; the same command resumes from here (state in {task.folder})"
+                )
                 raise ReportedInterrupt from None
             except OSError as error:
                 raise RunError(
                     f"cannot write to {task.out}: {error.strerror or error}",
-                    "What was saved before is still there: free some space and run the same command again",
+                    (
+                        "What was saved before is still there: free some space and run the "
+                        "same command again"
+                    ),
                 ) from error
     if part is DRAFT:
         fields, sentence = _draft_report(path, made["figures"])
@@ -180,13 +230,15 @@ def train(
 
 
 def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
-    """Loads the models and the text, and returns the objective to train. `prompts` are those of --prompts.
+    """Loads the models and the text, and returns the objective to train. `prompts` are those of
+    --prompts.
 
     Raises SpecgenError if it cannot be trained for these models, or if there is no text.
     """
     from specgen.pair.loading import load
 
-    training, part = asked.training, asked.part
+    training = asked.training
+    part = asked.part
     arguments = asked.models.arguments() | {"exit_layer": None, "head": None, "find": False}
     if part is not DRAFT:
         arguments |= dict.fromkeys(("draft", "draft_revision", "draft_device"))
@@ -196,23 +248,35 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
     module, name = part.objective.split(".")
     make: Callable[..., Objective] = getattr(import_module(f"specgen.train.{module}"), name)
     if part is EXIT:
-        return make(task, pair.target, training.layer, training.exit_layers, own_head=training.exit_head == "own")
+        return make(
+            task,
+            pair.target,
+            training.layer,
+            training.exit_layers,
+            own_head=training.exit_head == "own",
+        )
     if part is PREDICTOR:
         return make(task, pair.target, asked.models.exit_layer)
     return make(task, pair.target, pair.draft) if part is DRAFT else make(task, pair.target)
 
 
-def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None) -> TrainingTask:
-    """Reads the training text and returns the training task, with default values for options that are not given.
+def training_task(
+    asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None
+) -> TrainingTask:
+    """Reads the training text and returns the training task, with default values for options that
+    are not given.
 
-    Raises SpecgenError if there is no text, or if a file cannot be read. `draft` is the draft model to train, None otherwise.
+    Raises SpecgenError if there is no text, or if a file cannot be read. `draft` is the draft model
+    to train, None otherwise.
     """
     from specgen.engine.weights import weights_fingerprint
     from specgen.train.corpus import Corpus
     from specgen.train.task import Recipe, TrainingTask
 
-    training, part = asked.training, asked.part
-    on_cuda = target.device.type == "cuda"  # elsewhere a step with the paper's batch size would take minutes
+    training = asked.training
+    part = asked.part
+    # elsewhere a step with the paper's batch size would take minutes
+    on_cuda = target.device.type == "cuda"
     limit = min(model.context_limit for model in (target, draft or target))
     window = min(training.training_length or (2048 if on_cuda else 256), limit)
     if asked.tuning.chat:
@@ -221,7 +285,8 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
         corpus = _corpus(asked, target)
         ids = [target.tokenizer.encode(prompt.text) for prompt in prompts]
     share = part.self_text if training.self_text is None else training.self_text
-    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)  # a predictor needs none
+    # a predictor needs none
+    has_budget = training.steps is not None or (part is PREDICTOR and training.minutes is None)
     recipe = Recipe(
         steps=training.steps,
         seconds=None if has_budget else 60 * (training.minutes or DEFAULT_MINUTES),
@@ -231,7 +296,8 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
         self_text=1.0 if corpus is None else share,
         seed=asked.seed,
     )
-    fingerprint, exit_layer = weights_fingerprint(target.folder), asked.models.exit_layer
+    fingerprint = weights_fingerprint(target.folder)
+    exit_layer = asked.models.exit_layer
     if draft is not None:
         out = pair_folder(target.name, fingerprint, draft.name) / "distilled"
     elif exit_layer is not None:
@@ -241,10 +307,14 @@ def training_task(asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, 
     return TrainingTask(asked.tuning.out or out, recipe, corpus, Corpus(ids) if ids else None)
 
 
-def _conversations(corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int) -> list[list[int]]:
-    """Returns the prompts (token ids) of --chat in the model's chat template: those of --prompts, and those in the corpus file.
+def _conversations(
+    corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int
+) -> list[list[int]]:
+    """Returns the prompts (token ids) of --chat in the model's chat template: those of --prompts,
+    and those in the corpus file.
 
-    Prompts of more than `limit` tokens are left out, because a template cannot be cut. Raises SpecgenError if none is left.
+    Prompts of more than `limit` tokens are left out, because a template cannot be cut. Raises
+    SpecgenError if none is left.
     """
     from specgen.train.corpus import chat_prompts
 
@@ -253,13 +323,17 @@ def _conversations(corpus: Path | None, prompts: Sequence[Prompt], target: Loade
         found += chat_prompts(corpus, target.tokenizer, limit)
     kept = [ids for ids in found if len(ids) <= limit]
     if not kept:
-        hint = "Give --corpus FILE (prompts or messages) or --prompts FILE, shorter ones or a larger --window"
+        hint = (
+            "Give --corpus FILE (prompts or messages) or --prompts FILE, shorter ones "
+            "or a larger --window"
+        )
         raise SpecgenError(f"there are no prompts for --chat of at most {limit} tokens", hint)
     return kept
 
 
 def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
-    """Reads the corpus. Returns None if only prompts are given. Raises SpecgenError if there is no text."""
+    """Reads the corpus. Returns None if only prompts are given. Raises SpecgenError if there is no
+    text."""
     from specgen.train.corpus import demo_corpus, read_corpus
 
     named = asked.training.corpus
@@ -268,18 +342,24 @@ def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
     if named is not None:
         return read_corpus(named, target.tokenizer.encode)
     if asked.tuning.prompts is None or asked.training.self_text == 0:
-        hint = "Give --corpus FILE (plain text or JSON lines), or --prompts FILE and leave --self-text above 0"
+        hint = (
+            "Give --corpus FILE (plain text or JSON lines), or --prompts FILE and "
+            "leave --self-text above 0"
+        )
         raise SpecgenError("there is no text to train on", hint)
     return None
 
 
 def _agreement_before(asked: Asked, target: LoadedModel) -> tuple[float, Path] | None:
-    """Returns the greedy agreement that was measured for the part used until now, and its path; None if it is not known."""
+    """Returns the greedy agreement that was measured for the part used until now, and its path;
+    None if it is not known."""
     from specgen.models.parts import PartStore
 
     kind = "exit" if asked.part.method == "eesd" else asked.part.method
     found = PartStore(target, is_bundled=asked.models.target is None).find(kind)
-    figures: Mapping[str, Any] = {} if found is None or found.description is None else found.description.figures
+    figures: Mapping[str, Any] = (
+        {} if found is None or found.description is None else found.description.figures
+    )
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     if found is None or greedy is None or greedy == []:
         return None
@@ -291,49 +371,85 @@ def _first(agreement: float | Sequence[float]) -> float:
 
 
 def _report(
-    part: Trainable, path: Path, made: Mapping[str, Any], before: tuple[float, Path] | None, *, is_used: bool
+    part: Trainable,
+    path: Path,
+    made: Mapping[str, Any],
+    before: tuple[float, Path] | None,
+    *,
+    is_used: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Returns the fields for JSON output and a sentence for the user about a saved exit layer or head.
+    """Returns the fields for JSON output and a sentence for the user about a saved exit layer or
+    head.
 
-    `before` is what `_agreement_before` returned. `is_used`: it was saved where it is found without being named.
+    `before` is what `_agreement_before` returned. `is_used`: it was saved where it is found without
+    being named.
     """
     figures = made["figures"]
     found = figures["held_out_agreement"]["greedy"]
     fields = {"target": made["target"], "agreement": found, "figures": figures}
-    sentence, fit = f"Trained {part.name} for {made['target']}.", figures.get("predictor")
+    sentence = f"Trained {part.name} for {made['target']}."
+    fit = figures.get("predictor")
     shares = found if isinstance(found, list) else [found]
     if found is None or not shares:
         sentence += _NOTHING_HELD_OUT
     else:
-        sentence += f" Greedy agreement on held-out text, token by token of a draft: {', '.join(f'{x:.0%}' for x in shares)}."
+        sentence += (
+            " Greedy agreement on held-out text, token by token of a draft: "
+            f"{', '.join(f'{x:.0%}' for x in shares)}."
+        )
     if before is not None and found is not None and shares and shares[0] < before[0]:
         folder = path if path.is_dir() else path.parent
-        back = f"it was replaced in {folder}" if before[1] in (path, folder) else f"to return to it, delete {folder}"
+        back = (
+            f"it was replaced in {folder}"
+            if before[1] in (path, folder)
+            else f"to return to it, delete {folder}"
+        )
         if not is_used:
             back = f"that one is still used, and this one only where it is named: {folder}"
-        sentence += f" Worse than the one used until now, {before[0]:.0%} on its own held-out text: {back}."
+        sentence += (
+            f" Worse than the one used until now, {before[0]:.0%} on its own held-out text: {back}."
+        )
     if is_used:
         sentence += " Profiles of this target are stale now: run specgen tune again."
     if part not in (EXIT, PREDICTOR):
         return {"head": str(path), "kind": made["kind"], **fields}, sentence
     if fit is not None:
-        sentence += f" Predictor: mean score {fit['mean_score']:.2f} where {fit['accepted']:.2f} is accepted, cross-entropy"
+        sentence += (
+            f" Predictor: mean score {fit['mean_score']:.2f} where "
+            f"{fit['accepted']:.2f} is accepted, cross-entropy"
+        )
         sentence += f" {fit['loss']:.3f} (of the mean alone: {fit['base_loss']:.3f})."
     elif not made["predictor"]:
         sentence += " No predictor: too little text."
-    named = {"exit_layer": str(path), "after": made["after"], "predictor": made["predictor"], "profile": str(path.parent)}
+    named = {
+        "exit_layer": str(path),
+        "after": made["after"],
+        "predictor": made["predictor"],
+        "profile": str(path.parent),
+    }
     return {**named, **fields}, sentence
 
 
 def _draft_report(path: Path, figures: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Returns the fields for JSON output and sentences for the user about a distilled draft model.
 
-    They recommend it only if it predicts more of the target's greedy tokens than before the training.
+    They recommend it only if it predicts more of the target's greedy tokens than before the
+    training.
     """
-    before, after = figures["agreement_before"], figures["agreement"]
-    shares = [f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})" for kind in after if after[kind] is not None]
-    agreement = f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
+    before = figures["agreement_before"]
+    after = figures["agreement"]
+    shares = [
+        f"{after[kind]:.1%} of the {kind} tokens (before: {before[kind]:.1%})"
+        for kind in after
+        if after[kind] is not None
+    ]
+    agreement = (
+        f" Greedy agreement on held-out text: {', '.join(shares)}." if shares else _NOTHING_HELD_OUT
+    )
     advice = f"Use it: --draft {path}"
     if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
-        advice = f"Agreement on greedy tokens did not rise: keep the draft you have. The new one is in {path}"
+        advice = (
+            "Agreement on greedy tokens did not rise: keep the draft you have. The "
+            f"new one is in {path}"
+        )
     return {"draft": str(path), "figures": figures}, f"Distilled a draft model.{agreement} {advice}"

@@ -1,4 +1,5 @@
-"""`specgen tune`: loads the models, tunes them, writes the profile (the result, `profile.yaml`) and prints a report.
+"""`specgen tune`: loads the models, tunes them, writes the profile (the result, `profile.yaml`) and
+prints a report.
 
 With `--export` it prints the tuned settings as options of another engine.
 """
@@ -23,8 +24,20 @@ from specgen.base.machine import launch
 from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
 from specgen.cli.commands import check_outputs, given
-from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, with_tuned_draft
-from specgen.cli.options import ModelOptions, OutputOptions, TrainingOptions, TuneOptions, TuneSampling
+from specgen.cli.opening import (
+    find_profile,
+    models_in_words,
+    open_pair,
+    show_overlap,
+    with_tuned_draft,
+)
+from specgen.cli.options import (
+    ModelOptions,
+    OutputOptions,
+    TrainingOptions,
+    TuneOptions,
+    TuneSampling,
+)
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import load_prompts
 from specgen.tune import export as exports
@@ -43,39 +56,62 @@ if TYPE_CHECKING:
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
 _ALSO_FOR_TRAINING = ("--methods", "--prompts", "--chat", "--out", "--seed")
-_IN_TURN = "Tune and train in turn: specgen tune --train, then specgen tune with the options for tuning"
+_IN_TURN = (
+    "Tune and train in turn: specgen tune --train, then specgen tune with the options for tuning"
+)
 
 
 def tune(
-    tuning: TuneOptions, training: TrainingOptions, sampling: TuneSampling, models: ModelOptions, output: OutputOptions
+    tuning: TuneOptions,
+    training: TrainingOptions,
+    sampling: TuneSampling,
+    models: ModelOptions,
+    output: OutputOptions,
 ) -> None:
-    """Tunes the pair, or with --train trains a draft model, an exit layer or a head. Raises SpecgenError for wrong options, and
-    RunError for failures while running."""
+    """Tunes the pair, or with --train trains a draft model, an exit layer or a head. Raises
+    SpecgenError for wrong options, and RunError for failures while running."""
     begin = time.perf_counter()
-    of_tuning = [name for name in (*given(tuning), *given(sampling)) if name not in _ALSO_FOR_TRAINING]
+    of_tuning = [
+        name for name in (*given(tuning), *given(sampling)) if name not in _ALSO_FOR_TRAINING
+    ]
     if not training.train:
         if wrong := given(training):
             raise SpecgenError(f"{', '.join(wrong)} needs --train", _IN_TURN)
         tune_pair(models, tuning, sampling.params(), output, begin)
         return
-    of_tuning += [name for name in given(models) if name in ("--head", "--draft-dtype")]  # training needs whole weights
+    # training needs whole weights
+    of_tuning += [name for name in given(models) if name in ("--head", "--draft-dtype")]
     if of_tuning:
         raise SpecgenError(f"{', '.join(of_tuning)} cannot be combined with --train", _IN_TURN)
     if launch() is not None:
-        raise SpecgenError("under torchrun nothing is trained", "Train in one process: specgen tune --train")
+        raise SpecgenError(
+            "under torchrun nothing is trained", "Train in one process: specgen tune --train"
+        )
     err = theme.console(stderr=True, no_color=output.no_color)
-    run_training(models, tuning, sampling.seed or 0, training, err, quiet=output.quiet, as_json=output.json)
+    run_training(
+        models, tuning, sampling.seed or 0, training, err, quiet=output.quiet, as_json=output.json
+    )
 
 
-def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams, output: OutputOptions, begin: float) -> None:
-    """Tunes the pair, writes its profile and a report, and prints the chosen method or the options for another engine.
+def tune_pair(
+    models: ModelOptions,
+    asked: TuneOptions,
+    sampling: SamplingParams,
+    output: OutputOptions,
+    begin: float,
+) -> None:
+    """Tunes the pair, writes its profile and a report, and prints the chosen method or the options
+    for another engine.
 
-    `begin` is when the command started, by `time.perf_counter`. Raises SpecgenError if an option is wrong.
+    `begin` is when the command started, by `time.perf_counter`. Raises SpecgenError if an option is
+    wrong.
     """
     goal = Objective.parse(asked.objective, asked.max_perplexity)
     names = _names(asked.methods)
     _check(asked, names, goal, has_draft=models.has_draft)
-    prompts = load_prompts(asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True)
+    prompts = load_prompts(
+        asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True
+    )
     deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
     request = TuningRequest(prompts, sampling, deadline, names, asked.chat, goal)
     # --export may take the profile of an earlier tuning, if it has what the options ask for
@@ -84,7 +120,9 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
     if asked.out is None or not may_reuse:
         _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
-    parallel = models.has_draft and any(methods.find(name).is_parallel for name in names or methods.METHODS)
+    parallel = models.has_draft and any(
+        methods.find(name).is_parallel for name in names or methods.METHODS
+    )
     pair, profile = open_pair(models, err, quiet=output.quiet, parallel=parallel)
     failure = None
     with ExitStack() as opened:
@@ -93,7 +131,9 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
         if may_reuse:
             note = Progress(err, quiet=output.quiet).keep
             pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, dtypes))
-            profile = find_profile(pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True)
+            profile = find_profile(
+                pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True
+            )
             if profile is not None and not _covers(profile, request, asked):
                 profile = None
         if profile is None:
@@ -108,7 +148,8 @@ def tune_pair(models: ModelOptions, asked: TuneOptions, sampling: SamplingParams
 
 
 def _names(given: str | None) -> list[str] | None:
-    """Returns the names of the methods in the value of --methods, or None if the option was not given."""
+    """Returns the names of the methods in the value of --methods, or None if the option was not
+    given."""
     if given is None:
         return None
     found = [methods.find(name.strip()) for name in given.split(",")]
@@ -116,7 +157,8 @@ def _names(given: str | None) -> list[str] | None:
 
 
 def _covers(profile: Profile, request: TuningRequest, asked: TuneOptions) -> bool:
-    """Whether the profile is of a tuning of the methods, and on the prompts, that the options name."""
+    """Whether the profile is of a tuning of the methods, and on the prompts, that the options
+    name."""
     if not set(request.names or ()) <= set(profile.methods):
         return False
     if asked.prompts is None and asked.category is None:
@@ -125,23 +167,40 @@ def _covers(profile: Profile, request: TuningRequest, asked: TuneOptions) -> boo
     return known is not None and set(known) == {prompt.fingerprint for prompt in request.prompts}
 
 
-def _check(asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool) -> None:
-    """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported because there is no draft model."""
+def _check(
+    asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool
+) -> None:
+    """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported
+    because there is no draft model."""
     if not LEAST_BUDGET <= asked.budget < math.inf:
-        raise SpecgenError(f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds")
+        raise SpecgenError(
+            f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds"
+        )
     exported = None if asked.export is None else exports.methods_of(asked.export)
     named = [methods.find(name) for name in names or methods.METHODS]
     if names and (yardsticks := [method.name for method in named if method.tuning.is_yardstick]):
         hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
-        raise SpecgenError(f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned", hint)
+        raise SpecgenError(
+            f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned",
+            hint,
+        )
     if goal != BY_SPEED and all(method.lossless or method.tuning.is_yardstick for method in named):
         option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
-        raise SpecgenError(f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild")
+        raise SpecgenError(
+            f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild"
+        )
     usable = [method for method in named if has_draft or not method.needs_draft_model]
     if len(usable) < len(named) and all(method.name == "ar" for method in usable):
         raise next(method for method in named if method.needs_draft_model).without_part(None)
-    if names is not None and exported is not None and not any(method.name in exported for method in usable):
-        ways = f"It has {', '.join(exported)}: name one with --methods, and the draft model with --draft if it needs one"
+    if (
+        names is not None
+        and exported is not None
+        and not any(method.name in exported for method in usable)
+    ):
+        ways = (
+            f"It has {', '.join(exported)}: name one with --methods, and the draft "
+            "model with --draft if it needs one"
+        )
         raise SpecgenError(f"{asked.export} has none of the methods that can be tuned", ways)
 
 
@@ -151,10 +210,13 @@ def _check_folder(folder: Path, asked: TuneOptions) -> None:
     check_outputs({"--out": folder / "profile.yaml"}, [("--prompts", asked.prompts)])
 
 
-def _others(pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
-    """Returns the pair, with a draft model if one was found for the target, and what makes pairs with other drafts: the further
-    ones that were found, and the best one with rounded weights, unless `dtypes` (the values of --dtype and --draft-dtype) say how
-    its weights are. `opened` closes the pairs."""
+def _others(
+    pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack
+) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
+    """Returns the pair, with a draft model if one was found for the target, and what makes pairs
+    with other drafts: the further ones that were found, and the best one with rounded weights,
+    unless `dtypes` (the values of --dtype and --draft-dtype) say how its weights are. `opened`
+    closes the pairs."""
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
 
@@ -169,7 +231,8 @@ def _others(pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack) -> tu
 
 
 def _rounded(pair: Pair) -> Pair | None:
-    """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or cannot be done here."""
+    """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or
+    cannot be done here."""
     from specgen.pair.loading import with_draft_dtype
     from specgen.tune.tuner import worth_rounding
 
@@ -187,8 +250,9 @@ def _tune(
     output: OutputOptions,
     begin: float,
 ) -> tuple[Pair, Profile, RunError | None]:
-    """Tunes the methods, writes the profile and prints the result. Returns the pair with the draft that was chosen, the profile
-    and why it could not be written. `others` make pairs with other drafts (see `tuner.tune`).
+    """Tunes the methods, writes the profile and prints the result. Returns the pair with the draft
+    that was chosen, the profile and why it could not be written. `others` make pairs with other
+    drafts (see `tuner.tune`).
     """
     from specgen.pair import profile as profiles
     from specgen.pair.profile_place import default_folder, profile_key_of
@@ -210,7 +274,8 @@ def _tune(
     default = default_folder(key, sampling)
     folder = asked.out or default
     profile = from_outcome(outcome, key, request.prompts, rounding)
-    path, failure = None, None
+    path = None
+    failure = None
     try:
         path = profiles.save(profile, folder)
     except RunError as error:
@@ -226,7 +291,8 @@ def _tune(
 
 
 def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
-    """Returns what `tune --json` prints: the result of the tuning and the path of the profile, None if it was not written."""
+    """Returns what `tune --json` prints: the result of the tuning and the path of the profile, None
+    if it was not written."""
     tuned = outcome.methods
     return {
         "type": "tune",
@@ -241,30 +307,50 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
         "settings": {each.name: dict(each.settings) for each in tuned},
         "acceptance": outcome.acceptance_probability,
-        "pays_from": None if outcome.speedup_model is None else outcome.speedup_model.break_even_acceptance(1),
+        "pays_from": None
+        if outcome.speedup_model is None
+        else outcome.speedup_model.break_even_acceptance(1),
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "new_tokens": outcome.sampling.max_new_tokens,
         "real_runs": outcome.real_runs,
         "simulated": outcome.simulated,
-        "draft": None if outcome.pair is None or outcome.pair.draft is None else outcome.pair.draft.name,
+        "draft": None
+        if outcome.pair is None or outcome.pair.draft is None
+        else outcome.pair.draft.name,
         "draft_dtype": outcome.draft_dtype,
         "profile": None if path is None else str(path),
     }
 
 
-def _export(engine: str, pair: Pair, profile: Profile, names: list[str] | None, err: Console, quiet: bool) -> None:
-    """Prints the options for the engine. `names` are the methods that may be exported, None for all."""
+def _export(
+    engine: str, pair: Pair, profile: Profile, names: list[str] | None, err: Console, quiet: bool
+) -> None:
+    """Prints the options for the engine. `names` are the methods that may be exported, None for
+    all."""
 
     def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
-        return str(model.folder) if engine == "transformers" and model.prepared.source.label else model.name
+        return (
+            str(model.folder)
+            if engine == "transformers" and model.prepared.source.label
+            else model.name
+        )
 
     def file_of(model: LoadedModel) -> str | None:
         return str(model.folder) if model.folder.is_file() else None
 
-    found = [part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None]
-    heads = {str(part.kind): exports.ExportedHead(str(part.path), "eagle3" if part.version == 3 else part.kind) for part in found}
-    differ = pair.draft is not None and (pair.draft.translation is not None or pair.draft.refusal is not None)
+    found = [
+        part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None
+    ]
+    heads = {
+        str(part.kind): exports.ExportedHead(
+            str(part.path), "eagle3" if part.version == 3 else part.kind
+        )
+        for part in found
+    }
+    differ = pair.draft is not None and (
+        pair.draft.translation is not None or pair.draft.refusal is not None
+    )
     tuned = {name: each for name, each in profile.methods.items() if names is None or name in names}
     text, notes = exports.export(
         engine,

@@ -1,9 +1,10 @@
-"""Runs transformers' own `generate`, plain and assisted (with a draft model), as baselines for `specgen compare`, on the models
-that are already loaded.
+"""Runs transformers' own `generate`, plain and assisted (with a draft model), as baselines for
+`specgen compare`, on the models that are already loaded.
 
-The baselines get the same prompts, token limits, end-of-sequence ids and sampling parameters as specgen's methods. `generate`
-does not report its acceptance, so hooks count the forward passes of both models. Each draft pass drafts one token. Each target
-pass yields one token that was not drafted, so accepted tokens = generated tokens - target passes.
+The baselines get the same prompts, token limits, end-of-sequence ids and sampling parameters as
+specgen's methods. `generate` does not report its acceptance, so hooks count the forward passes of
+both models. Each draft pass drafts one token. Each target pass yields one token that was not
+drafted, so accepted tokens = generated tokens - target passes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 _SETTINGS = {
-    "k": Setting(0, "tokens in a draft (with a heuristic schedule, in the first one); 0: transformers' own choice", 0, 1000),
-    "schedule": Setting("", "transformers' own choice where empty", choices=("", "constant", "heuristic", "heuristic_transient")),
-    "threshold": Setting(-1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1),
+    "k": Setting(
+        0,
+        (
+            "tokens in a draft (with a heuristic schedule, in the first one); 0: "
+            "transformers' own choice"
+        ),
+        0,
+        1000,
+    ),
+    "schedule": Setting(
+        "",
+        "transformers' own choice where empty",
+        choices=("", "constant", "heuristic", "heuristic_transient"),
+    ),
+    "threshold": Setting(
+        -1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1
+    ),
 }
 
 
@@ -43,18 +58,27 @@ class TransformersAssisted(DraftModelMethod):
     settings: ClassVar = _SETTINGS
 
 
-BASELINES: Mapping[str, Method] = {method.name: method for method in (TransformersGenerate(), TransformersAssisted())}
+BASELINES: Mapping[str, Method] = {
+    method.name: method for method in (TransformersGenerate(), TransformersAssisted())
+}
 
 
 def run_baseline(
-    pair: Pair, name: str, settings: Mapping[str, Value], prompt_ids: list[int], limit: int, sampling: SamplingParams, seed: int
+    pair: Pair,
+    name: str,
+    settings: Mapping[str, Value],
+    prompt_ids: list[int],
+    limit: int,
+    sampling: SamplingParams,
+    seed: int,
 ) -> dict[str, Any]:
     """Generates at most `limit` tokens once with the baseline `name`.
 
-    Returns what the summary line of a trace contains (except the text), computed from counted forward passes. `seconds` is the
-    wall-clock time, prefill included. `phase_seconds` is None, because `generate` does not report how long drafting and
-    verification took. Raises SpecgenError if there is no draft model and the baseline needs one, or if torchrun has split the
-    target, and RunError if transformers fails.
+    Returns what the summary line of a trace contains (except the text), computed from counted
+    forward passes. `seconds` is the wall-clock time, prefill included. `phase_seconds` is None,
+    because `generate` does not report how long drafting and verification took. Raises SpecgenError
+    if there is no draft model and the baseline needs one, or if torchrun has split the target, and
+    RunError if transformers fails.
     """
     import torch
     from transformers.utils import logging
@@ -62,31 +86,49 @@ def run_baseline(
     from specgen.decoding.run import StopTexts
 
     if (launched := launch()) is not None:
-        raise SpecgenError(f"{name} has to hold the whole target in one of {launched.ranks} processes", "Run without torchrun")
+        raise SpecgenError(
+            f"{name} has to hold the whole target in one of {launched.ranks} processes",
+            "Run without torchrun",
+        )
     needs_draft = BASELINES[name].needs_draft_model
     if needs_draft and pair.draft is None:
         raise BASELINES[name].without_part(None)
     target = pair.target.transformers_module
     assistant = pair.draft.transformers_module if needs_draft and pair.draft is not None else None
     prompt = torch.tensor([prompt_ids], device=pair.target.device)
-    options = _tokenizers(pair, target, assistant) | {"generation_config": _config(pair, limit, sampling)}
+    options = _tokenizers(pair, target, assistant) | {
+        "generation_config": _config(pair, limit, sampling)
+    }
     for module in filter(None, (target, assistant)):
-        module.generation_config.stop_strings = None  # transformers would ask for a tokenizer; they are in `sampling`
-    end = _StopText(lambda: StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids), len(prompt_ids))
+        # transformers would ask for a tokenizer; they are in `sampling`
+        module.generation_config.stop_strings = None
+    end = _StopText(
+        lambda: StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids), len(prompt_ids)
+    )
     if sampling.stop:
         options["stopping_criteria"] = [end]
     torch.manual_seed(seed)
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # no warnings about the generation config
-    with _counted(target) as target_passes, _configured(assistant, settings), _counted(assistant) as draft_passes:
+    with (
+        _counted(target) as target_passes,
+        _configured(assistant, settings),
+        _counted(assistant) as draft_passes,
+    ):
         start = time.perf_counter()
         try:
-            output = target.generate(prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options)
-            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()  # this copy waits until the device has finished
+            output = target.generate(
+                prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options
+            )
+            # this copy waits until the device has finished
+            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise RunError(f"transformers refuses: {' '.join(str(error).split())[:160]}", "Leave this method out") from error
+            raise RunError(
+                f"transformers refuses: {' '.join(str(error).split())[:160]}",
+                "Leave this method out",
+            ) from error
         finally:
             logging.set_verbosity(verbosity)
         seconds = time.perf_counter() - start
@@ -106,9 +148,11 @@ def run_baseline(
 
 
 class _StopText:
-    """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that completes it.
+    """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that
+    completes it.
 
-    `make` makes what finds the stop texts. Some versions of transformers also ask for drafts, which may be rejected.
+    `make` makes what finds the stop texts. Some versions of transformers also ask for drafts, which
+    may be rejected.
     """
 
     def __init__(self, make: Callable[[], StopTexts | None], prompt_length: int) -> None:
@@ -136,10 +180,12 @@ class _StopText:
 
 
 def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any]:
-    """Returns the options of `generate` for a draft model whose tokenizer differs from the target's; empty if it does not.
+    """Returns the options of `generate` for a draft model whose tokenizer differs from the
+    target's; empty if it does not.
 
-    Raises SpecgenError if the tokenizers differ but the vocabularies have the same size: transformers then takes the tokenizers
-    for the same one, without looking at them, and refuses a second one.
+    Raises SpecgenError if the tokenizers differ but the vocabularies have the same size:
+    transformers then takes the tokenizers for the same one, without looking at them, and refuses a
+    second one.
     """
     from specgen.engine.text.translation import same_tokens
 
@@ -147,7 +193,10 @@ def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any
         return {}
     size, other = (model.config.get_text_config().vocab_size for model in (target, assistant))
     if size == other:
-        message = f"transformers takes two vocabularies of the same size ({size:,}) for one, and these differ"
+        message = (
+            f"transformers takes two vocabularies of the same size ({size:,}) for "
+            "one, and these differ"
+        )
         raise SpecgenError(message, "Leave transformers-assisted out")
     from transformers import AutoTokenizer
 
@@ -156,14 +205,20 @@ def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any
 
 
 def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
-    """Makes the GenerationConfig for at most `limit` new tokens with the parameters of `sampling`. It sets every field that
-    transformers would otherwise take from the model's own generation config."""
+    """Makes the GenerationConfig for at most `limit` new tokens with the parameters of `sampling`.
+    It sets every field that transformers would otherwise take from the model's own generation
+    config."""
     from transformers import GenerationConfig
 
     ends = [-1] if sampling.ignore_eos else sorted(pair.target.eos_ids) or [-1]
-    drawn: dict[str, Any] = {"do_sample": False}  # transformers warns about sampling fields in greedy decoding
+    # transformers warns about sampling fields in greedy decoding
+    drawn: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
-        drawn = {"do_sample": True, "temperature": float(sampling.temperature), "top_p": float(sampling.top_p)}
+        drawn = {
+            "do_sample": True,
+            "temperature": float(sampling.temperature),
+            "top_p": float(sampling.top_p),
+        }
         drawn |= {
             "top_k": int(sampling.top_k),
             "min_p": sampling.min_p,
@@ -173,13 +228,19 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
         }
     if (penalty := pair.target.generation.repetition_penalty) is not None:
         drawn["repetition_penalty"] = penalty
-    return GenerationConfig(max_new_tokens=limit, eos_token_id=ends, pad_token_id=max(ends[0], 0), use_cache=True, **drawn)
+    return GenerationConfig(
+        max_new_tokens=limit,
+        eos_token_id=ends,
+        pad_token_id=max(ends[0], 0),
+        use_cache=True,
+        **drawn,
+    )
 
 
 @contextmanager
 def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[None]:
-    """Applies the baseline's settings to the draft model (transformers' own model) inside the block, in its generation config:
-    transformers reads them only there."""
+    """Applies the baseline's settings to the draft model (transformers' own model) inside the
+    block, in its generation config: transformers reads them only there."""
     if draft is None:
         yield
         return
@@ -189,7 +250,9 @@ def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[No
     own = {
         "num_assistant_tokens": settings["k"] or None,
         "num_assistant_tokens_schedule": settings["schedule"] or None,
-        "assistant_confidence_threshold": settings["threshold"] if float(settings["threshold"]) >= 0 else None,
+        "assistant_confidence_threshold": settings["threshold"]
+        if float(settings["threshold"]) >= 0
+        else None,
     }
     changes = {name: value for name, value in own.items() if value is not None}
     draft.generation_config = GenerationConfig(**{**before.to_diff_dict(), **changes})
@@ -201,7 +264,8 @@ def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[No
 
 @contextmanager
 def _counted(model: Any | None) -> Iterator[list[int]]:
-    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block; it stays empty for None."""
+    """Yields a list to which a hook appends a 1 at each forward pass of `model` inside the block;
+    it stays empty for None."""
     passes: list[int] = []
     hook = None if model is None else model.register_forward_pre_hook(lambda *_: passes.append(1))
     try:

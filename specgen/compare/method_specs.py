@@ -1,5 +1,5 @@
-"""Parses the methods that `specgen compare` gets on the command line, such as `svip`, `sd:policy=svip:threshold=0.3` or
-`selfsd:skip=3+5+7`."""
+"""Parses the methods that `specgen compare` gets on the command line, such as `svip`,
+`sd:policy=svip:threshold=0.3` or `selfsd:skip=3+5+7`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EVERY = "all"
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A method and its settings as given on the command line. `written` is the original text, which identifies the method in
-    results. `tuned_on` are the fingerprints of the prompts on which `specgen tune` chose these settings; None if the settings are
-    not from a profile."""
+    """A method and its settings as given on the command line. `written` is the original text, which
+    identifies the method in results. `tuned_on` are the fingerprints of the prompts on which
+    `specgen tune` chose these settings; None if the settings are not from a profile."""
 
     written: str
     choice: Choice
@@ -36,26 +36,27 @@ class MethodSpec:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the method is one of transformers' own (`transformers`, `transformers-assisted`)."""
+        """Whether the method is one of transformers' own (`transformers`,
+        `transformers-assisted`)."""
         return self.name in BASELINES
 
     @property
     def resolved(self) -> dict[str, Value]:
-        """All settings with which the method runs, those that were not given with their defaults; `policy` where it has a choice
-        of policies."""
+        """All settings with which the method runs, those that were not given with their defaults;
+        `policy` where it has a choice of policies."""
         method = self.choice.method
         return self.choice.settings.as_dict(with_policy=method.any_policy)
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether the method is specgen's own and all its drafts are chains. Only then `--exact` makes its logits bit-equal to
-        plain decoding's."""
+        """Whether the method is specgen's own and all its drafts are chains. Only then `--exact`
+        makes its logits bit-equal to plain decoding's."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
 
 def parse_spec(written: str) -> MethodSpec:
-    """Parses one method with its settings. Raises SpecgenError for an unknown name (the message suggests the most similar one)
-    and for settings that the method does not have."""
+    """Parses one method with its settings. Raises SpecgenError for an unknown name (the message
+    suggests the most similar one) and for settings that the method does not have."""
     written = written.strip()
     name, given = methods.split(written)
     method = BASELINES.get(name) or METHODS.get(name) or methods.ALIASES.get(name)
@@ -66,14 +67,16 @@ def parse_spec(written: str) -> MethodSpec:
         )
     choice = Choice(method, given, methods.resolve(method, given))
     if choice.settings.values.get("history"):
-        raise SpecgenError(f"{written} would copy its own earlier outputs", "Leave history out in compare")
+        raise SpecgenError(
+            f"{written} would copy its own earlier outputs", "Leave history out in compare"
+        )
     return MethodSpec(written, choice)
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
-    """Parses comma-separated lists of methods; without any, `methods.USUAL`. `all` means every specgen method but yardsticks
-    (slow methods that only serve as a reference). Plain decoding always comes first; a method that is given twice is kept once.
-    Raises as `parse_spec`."""
+    """Parses comma-separated lists of methods; without any, `methods.USUAL`. `all` means every
+    specgen method but yardsticks (slow methods that only serve as a reference). Plain decoding
+    always comes first; a method that is given twice is kept once. Raises as `parse_spec`."""
     every = [method.name for method in METHODS.values() if not method.tuning.is_yardstick]
     names = [REFERENCE, *(() if texts else methods.USUAL)]
     for part in (part.strip() for text in texts for part in text.split(",")):

@@ -1,5 +1,6 @@
-"""Reads the prompts of a comparison from a file: YAML as in `examples.yaml`, JSON lines with the key `prompt`, or Spec-Bench's
-`question.jsonl` with the key `turns`. Any mistake in the file raises a SpecgenError with a one-line message."""
+"""Reads the prompts of a comparison from a file: YAML as in `examples.yaml`, JSON lines with the
+key `prompt`, or Spec-Bench's `question.jsonl` with the key `turns`. Any mistake in the file raises
+a SpecgenError with a one-line message."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ _PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{arti
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, or one turn of a question with several turns. `index` is the turn's number in the whole file, from 0.
-    `previous_turns` are the user's texts in the earlier turns of the same question. `for_tuning`: the file gives the prompt to
-    `specgen tune`, so that comparisons leave it out."""
+    """A prompt, or one turn of a question with several turns. `index` is the turn's number in the
+    whole file, from 0. `previous_turns` are the user's texts in the earlier turns of the same
+    question. `for_tuning`: the file gives the prompt to `specgen tune`, so that comparisons leave
+    it out."""
 
     index: int
     text: str
@@ -38,7 +40,9 @@ class Prompt:
     @property
     def fingerprint(self) -> str:
         """A hash of the prompt's text and of the turns before it."""
-        return blake2b("\0".join((*self.previous_turns, self.text)).encode(), digest_size=8).hexdigest()
+        return blake2b(
+            "\0".join((*self.previous_turns, self.text)).encode(), digest_size=8
+        ).hexdigest()
 
     @property
     def label(self) -> str:
@@ -66,28 +70,35 @@ def load_prompts(
     all_turns: bool = False,
     for_tuning: bool | None = False,
 ) -> list[Prompt]:
-    """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if it is not None. `limit` keeps
-    at most so many questions, picked from the categories in turn.
+    """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if
+    it is not None. `limit` keeps at most so many questions, picked from the categories in turn.
 
-    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn. Questions with `tuning: true` are
-    for `specgen tune`, the others for comparisons: returns the former if `for_tuning` and there are any, otherwise the latter;
-    all of them if `for_tuning` is None.
-    Raises SpecgenError if no prompt is left, and for a mistake in the file, which the message names with its position.
+    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn.
+    Questions with `tuning: true` are for `specgen tune`, the others for comparisons: returns the
+    former if `for_tuning` and there are any, otherwise the latter; all of them if `for_tuning` is
+    None. Raises SpecgenError if no prompt is left, and for a mistake in the file, which the message
+    names with its position.
     """
     path = examples_file() if path is None else path
     questions = list(_questions(path))
     if not questions:
-        raise SpecgenError(f"{path} holds no prompts", f"Write some: the top of {examples_file()} shows how")
+        raise SpecgenError(
+            f"{path} holds no prompts", f"Write some: the top of {examples_file()} shows how"
+        )
     if category is not None:
         known = list(dict.fromkeys(turns[0].category for turns in questions))
         if category not in known:
             hint = f"It has {', '.join(known[:20])}"
-            raise SpecgenError(f"{path} has no category {category!r}{nearest(category, known)}", hint)
+            raise SpecgenError(
+                f"{path} has no category {category!r}{nearest(category, known)}", hint
+            )
         questions = [turns for turns in questions if turns[0].category == category]
     own = [turns for turns in questions if for_tuning in (None, turns[0].for_tuning)]
     if not own and not for_tuning:
         chosen = str(path) if category is None else f"{path}, category {category!r},"
-        raise SpecgenError(f"{chosen} has only prompts for tuning", "Write some without `tuning: true`")
+        raise SpecgenError(
+            f"{chosen} has only prompts for tuning", "Write some without `tuning: true`"
+        )
     questions = own or questions
     kept = questions if limit is None else _in_turn(questions, limit)
     return [prompt for turns in kept for prompt in (turns if all_turns else turns[:1])]
@@ -99,12 +110,16 @@ def _forms() -> str:
 
 
 def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
-    """Picks `limit` questions, each a list of turns: the first question of each category, then the second of each category, and
-    so on. Returns them in the file's order."""
+    """Picks `limit` questions, each a list of turns: the first question of each category, then the
+    second of each category, and so on. Returns them in the file's order."""
     by_category: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
     for turns in questions:
         by_category[turns[0].category].append(turns)
-    taken = [turns for turns in chain.from_iterable(zip_longest(*by_category.values())) if turns is not None]
+    taken = [
+        turns
+        for turns in chain.from_iterable(zip_longest(*by_category.values()))
+        if turns is not None
+    ]
     return sorted(taken[:limit], key=lambda turns: turns[0].index)
 
 
@@ -117,21 +132,32 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
         if not texts:
             raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _forms())
         if not all(text.strip() for text in texts):
-            raise SpecgenError(f"{where}: the prompt is empty", "Write a prompt that the model can continue")
+            raise SpecgenError(
+                f"{where}: the prompt is empty", "Write a prompt that the model can continue"
+            )
         if any(placeholder in text for text in texts[:1] for placeholder in _PLACEHOLDERS):
-            hint = "Fill the file with NVIDIA's prepare_data.py (Model-Optimizer, examples/specdec_bench)"
+            hint = (
+                "Fill the file with NVIDIA's prepare_data.py (Model-Optimizer, "
+                "examples/specdec_bench)"
+            )
             raise SpecgenError(f"{where}: the prompt is a placeholder of SPEED-Bench", hint)
         category = UNCATEGORISED if question.category in (None, "") else str(question.category)
         given = question.question_id if question.id is None else question.id
         more = "" if given is None else str(given), bool(question.tuning)
-        yield [Prompt(first + turn, text, category, more[0], texts[:turn], more[1]) for turn, text in enumerate(texts)]
+        yield [
+            Prompt(first + turn, text, category, more[0], texts[:turn], more[1])
+            for turn, text in enumerate(texts)
+        ]
         first += len(texts)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3` or `prompt 3`."""
+    """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3`
+    or `prompt 3`."""
     is_lines = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
-    text = schema.read_text(path, "prompts", "Name a YAML or JSONL file", LARGEST_JSONL if is_lines else LARGEST_YAML)
+    text = schema.read_text(
+        path, "prompts", "Name a YAML or JSONL file", LARGEST_JSONL if is_lines else LARGEST_YAML
+    )
     if not text.strip():
         raise SpecgenError(f"{path} is empty", _forms())
     if is_lines or (path.suffix.lower() not in (".yaml", ".yml") and text.lstrip()[:1] == "{"):
@@ -142,6 +168,12 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
     document = schema.parse_yaml(text, str(path), _forms())
     entries = document.get("prompts") if isinstance(document, dict) else document
     if not isinstance(entries, list):
-        raise SpecgenError(f"{path} holds no list of prompts", f"Write a list under `prompts:`, as {examples_file()} does")
+        raise SpecgenError(
+            f"{path} holds no list of prompts",
+            f"Write a list under `prompts:`, as {examples_file()} does",
+        )
     for number, entry in enumerate(entries, start=1):
-        yield f"{path}, prompt {number}", json.dumps({"prompt": entry} if isinstance(entry, str) else entry, default=str)
+        yield (
+            f"{path}, prompt {number}",
+            json.dumps({"prompt": entry} if isinstance(entry, str) else entry, default=str),
+        )

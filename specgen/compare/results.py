@@ -1,9 +1,10 @@
-"""Computes each method's results from the runs of a comparison: totals over all prompts, the speedup over plain decoding with its
-confidence interval, where the output differs from plain decoding's, and predicted speedups. Ranks the methods.
+"""Computes each method's results from the runs of a comparison: totals over all prompts, the
+speedup over plain decoding with its confidence interval, where the output differs from plain
+decoding's, and predicted speedups. Ranks the methods.
 
-A run is one generation for one prompt by one method; each is repeated. Of the repeats only the run with the median time counts,
-with all of its numbers. So seconds, tokens and phases add up, and every number can be computed again from the trace. Imports no
-torch.
+A run is one generation for one prompt by one method; each is repeated. Of the repeats only the run
+with the median time counts, with all of its numbers. So seconds, tokens and phases add up, and
+every number can be computed again from the trace. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 RESAMPLES = 2000
 LEVEL = 0.95
 NOT_RUN = "not run"
-FEW_PROMPTS = 5  # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # tokens in a timed pass; the widths between are interpolated
+# with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
+FEW_PROMPTS = 5
+# tokens in a timed pass; the widths between are interpolated
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 NO_PREDICTION = {"eq14": None, "pass_costs": None}
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
 
@@ -40,9 +43,9 @@ Key = tuple[str, int, int]  # method as written, prompt index, repeat
 class BenchmarkConfig:
     """What to measure: every method in `specs` generates for each prompt `repeats` times.
 
-    With `record` the trace also contains, for each drafted token, how close the target's and the draft's distributions are.
-    `chat` applies the chat template. Perplexity is measured for all methods if `perplexity` is set or if any method is lossy,
-    joules per token if `energy` is set.
+    With `record` the trace also contains, for each drafted token, how close the target's and the
+    draft's distributions are. `chat` applies the chat template. Perplexity is measured for all
+    methods if `perplexity` is set or if any method is lossy, joules per token if `energy` is set.
     """
 
     specs: Sequence[MethodSpec]
@@ -55,17 +58,23 @@ class BenchmarkConfig:
     energy: bool = False
 
     def tuned_on(self, spec: MethodSpec) -> int | None:
-        """Returns on how many of the prompts `specgen tune` chose the method's settings; None if they are not from a profile."""
-        return None if spec.tuned_on is None else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
+        """Returns on how many of the prompts `specgen tune` chose the method's settings; None if
+        they are not from a profile."""
+        return (
+            None
+            if spec.tuned_on is None
+            else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One finished generation for one prompt by one method.
 
-    `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft). `draft_lengths` has the number of
-    drafted tokens of each round (one target pass). It is None if some drafts were not single chains or were made during target
-    passes (PEARL), or if no rounds are known. `branches`: some drafts were trees or several chains.
+    `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft).
+    `draft_lengths` has the number of drafted tokens of each round (one target pass). It is None if
+    some drafts were not single chains or were made during target passes (PEARL), or if no rounds
+    are known. `branches`: some drafts were trees or several chains.
     """
 
     line: Mapping[str, Any]
@@ -78,8 +87,16 @@ class Run:
         assert traced.summary is not None
         rounds = [each.round for each in traced.rounds]
         branches = not all(round_.draft.is_chain for round_ in rounds)
-        in_turn = rounds and not branches and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
-        return cls(traced.summary, tuple(len(round_.draft.tokens) for round_ in rounds) if in_turn else None, branches)
+        in_turn = (
+            rounds
+            and not branches
+            and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
+        )
+        return cls(
+            traced.summary,
+            tuple(len(round_.draft.tokens) for round_ in rounds) if in_turn else None,
+            branches,
+        )
 
     @property
     def seconds(self) -> float:
@@ -94,34 +111,44 @@ class Run:
 class Results:
     """What a comparison has measured so far.
 
-    `runs` and `differences` have the key (method as written, prompt index, repeat). `differences` says where a greedy output
-    first differs from plain decoding's. `failures` maps each method that cannot run to its error.
+    `runs` and `differences` have the key (method as written, prompt index, repeat). `differences`
+    says where a greedy output first differs from plain decoding's. `failures` maps each method that
+    cannot run to its error.
     """
 
     config: BenchmarkConfig
     runs: dict[Key, Run] = field(default_factory=dict)
     differences: dict[Key, Difference] = field(default_factory=dict)
     failures: dict[str, SpecgenError] = field(default_factory=dict)
-    examples: dict[str, TracedRun] = field(default_factory=dict)  # for each method its first run of the first prompt, to display
-    skipped: set[int] = field(default_factory=set)  # indices of later turns (as prompts) that were too long
+    # for each method its first run of the first prompt, to display
+    examples: dict[str, TracedRun] = field(default_factory=dict)
+    # indices of later turns (as prompts) that were too long
+    skipped: set[int] = field(default_factory=set)
 
     def complete_repeats(self) -> set[tuple[int, int]]:
-        """Returns the (prompt index, repeat) pairs that all methods have run, apart from methods that failed. Only these are
-        used, so that all methods are compared on the same prompts."""
+        """Returns the (prompt index, repeat) pairs that all methods have run, apart from methods
+        that failed. Only these are used, so that all methods are compared on the same prompts."""
         running = [spec.written for spec in self.config.specs if spec.written not in self.failures]
         repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
-        return {pair for pair in repeats if all((written, *pair) in self.runs for written in running)}
+        return {
+            pair for pair in repeats if all((written, *pair) in self.runs for written in running)
+        }
 
     def medians(self) -> dict[str, dict[int, Run]]:
-        """Returns, for each method as written on the command line, one run for each prompt index: the one with the median time
-        among the complete repeats (the lower of the two middle ones if their number is even)."""
-        repeats, found = sorted(self.complete_repeats()), {}
+        """Returns, for each method as written on the command line, one run for each prompt index:
+        the one with the median time among the complete repeats (the lower of the two middle ones if
+        their number is even)."""
+        repeats = sorted(self.complete_repeats())
+        found = {}
         for spec in self.config.specs:
             runs: dict[int, list[Run]] = {}
             for index, repeat in repeats:
                 if (spec.written, index, repeat) in self.runs:
                     runs.setdefault(index, []).append(self.runs[spec.written, index, repeat])
-            medians = {index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2] for index, own in runs.items()}
+            medians = {
+                index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2]
+                for index, own in runs.items()
+            }
             found[spec.written] = medians
         return found
 
@@ -131,15 +158,17 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """One method's numbers over all prompts, or over those of one `category`. `prompts` is their count, 0 if the method has no
-    runs that can be compared; `failure` is the error if it could not run.
+    """One method's numbers over all prompts, or over those of one `category`. `prompts` is their
+    count, 0 if the method has no runs that can be compared; `failure` is the error if it could not
+    run.
 
-    `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high` are the ends of its 95 %
-    confidence interval. All three are None if they cannot be computed. `differences` are the first differences between the
-    method's outputs and plain decoding's. It is None if outputs are not compared: when sampling, and for lossy methods.
-    `branches`: some drafts were trees or several chains. `by_category` has one MethodResult for each category of the prompts.
-    `predicted` are predicted speedups by the names in `with_predictions`, each None where it cannot be known; None if no
-    predictions were requested.
+    `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high`
+    are the ends of its 95 % confidence interval. All three are None if they cannot be computed.
+    `differences` are the first differences between the method's outputs and plain decoding's. It is
+    None if outputs are not compared: when sampling, and for lossy methods. `branches`: some drafts
+    were trees or several chains. `by_category` has one MethodResult for each category of the
+    prompts. `predicted` are predicted speedups by the names in `with_predictions`, each None where
+    it cannot be known; None if no predictions were requested.
     """
 
     spec: MethodSpec
@@ -165,39 +194,51 @@ class MethodResult:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """How many prompts have each outcome (identical, tied, diverged) when compared with plain decoding's output. Empty if
-        outputs are not compared."""
+        """How many prompts have each outcome (identical, tied, diverged) when compared with plain
+        decoding's output. Empty if outputs are not compared."""
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
     @property
     def broken(self) -> Difference | None:
-        """The first difference from plain decoding's output that rounding does not explain, which a lossless method must not
-        have. None if there is none."""
-        return next((difference for difference in self.differences or () if difference.is_broken), None)
+        """The first difference from plain decoding's output that rounding does not explain, which a
+        lossless method must not have. None if there is none."""
+        return next(
+            (difference for difference in self.differences or () if difference.is_broken), None
+        )
 
     def rows(self, *, by_category: bool) -> list[MethodResult]:
-        """The rows of a table: the method's over all prompts, then with `by_category` one for each category."""
+        """The rows of a table: the method's over all prompts, then with `by_category` one for each
+        category."""
         return [self, *(self.by_category if by_category else ())]
 
 
 def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodResult]:
-    """Computes the results of each method, in the order of `config.specs`. `resamples` is the number of bootstrap samples for the
-    confidence interval of the speedup."""
-    config, repeats, medians = results.config, results.complete_repeats(), results.medians()
-    reference, made = medians[REFERENCE], []
+    """Computes the results of each method, in the order of `config.specs`. `resamples` is the
+    number of bootstrap samples for the confidence interval of the speedup."""
+    config = results.config
+    repeats = results.complete_repeats()
+    medians = results.medians()
+    reference = medians[REFERENCE]
+    made = []
     for spec in config.specs:
-        own, failure = medians[spec.written], results.failures.get(spec.written)
+        own = medians[spec.written]
+        failure = results.failures.get(spec.written)
         if failure is not None or not own:
             made.append(MethodResult(spec, Figures(spec.name), failure=failure))
             continue
         found = sorted(results.differences.items())
-        differences = [difference for key, difference in found if key[0] == spec.written and key[1:] in repeats]
+        differences = [
+            difference for key, difference in found if key[0] == spec.written and key[1:] in repeats
+        ]
         compared = differences if config.sampling.greedy and spec.lossless else None
         parts: dict[str, dict[int, Run]] = {"": own}
         for prompt in config.prompts:
             if prompt.index in own:
                 parts.setdefault(prompt.category, {})[prompt.index] = own[prompt.index]
-        whole, *by_category = [_result(spec, part, reference, compared, resamples, name) for name, part in parts.items()]
+        whole, *by_category = [
+            _result(spec, part, reference, compared, resamples, name)
+            for name, part in parts.items()
+        ]
         made.append(replace(whole, by_category=by_category))
     return made
 
@@ -210,34 +251,44 @@ def _result(
     resamples: int,
     category: str,
 ) -> MethodResult:
-    """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the method's runs.
+    """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the
+    method's runs.
 
-    `reference` maps prompt indices to plain decoding's runs. `differences` are the differences between the method's outputs and
-    plain decoding's, None if outputs are not compared. Both may also cover prompts that are not in `own`; these are ignored.
-    `resamples` is the number of bootstrap samples for the confidence interval of the speedup.
+    `reference` maps prompt indices to plain decoding's runs. `differences` are the differences
+    between the method's outputs and plain decoding's, None if outputs are not compared. Both may
+    also cover prompts that are not in `own`; these are ignored. `resamples` is the number of
+    bootstrap samples for the confidence interval of the speedup.
     """
     summary = Figures(spec.name)
     for run in own.values():
         summary.include(run.line)
-    pairs = [(run.tokens, run.seconds, reference[index].tokens, reference[index].seconds) for index, run in own.items()]
+    pairs = [
+        (run.tokens, run.seconds, reference[index].tokens, reference[index].seconds)
+        for index, run in own.items()
+    ]
     speedup, low, high = speedup_interval(pairs, resamples)
     if spec.written == REFERENCE:
-        differences, low, high = (), None, None
+        differences = ()
+        low = None
+        high = None
     elif differences is not None:
         differences = [difference for difference in differences if difference.prompt_index in own]
     branches = any(run.branches for run in own.values())
-    return MethodResult(spec, summary, len(own), speedup, low, high, differences, branches, category)
+    return MethodResult(
+        spec, summary, len(own), speedup, low, high, differences, branches, category
+    )
 
 
 def speedup_interval(
     pairs: Sequence[tuple[int, float, int, float]], resamples: int
 ) -> tuple[float | None, float | None, float | None]:
-    """Returns the speedup (a method's tokens per second divided by plain decoding's) and the low and high end of its 95 %
-    confidence interval.
+    """Returns the speedup (a method's tokens per second divided by plain decoding's) and the low
+    and high end of its 95 % confidence interval.
 
-    `pairs` has one tuple per prompt: tokens and seconds of the method, tokens and seconds of plain decoding. The interval is a
-    percentile bootstrap over prompts with `resamples` samples and a fixed seed. Its ends are None with fewer than two prompts.
-    All three are None without prompts, if a run took no time, or if plain decoding generated no token.
+    `pairs` has one tuple per prompt: tokens and seconds of the method, tokens and seconds of plain
+    decoding. The interval is a percentile bootstrap over prompts with `resamples` samples and a
+    fixed seed. Its ends are None with fewer than two prompts. All three are None without prompts,
+    if a run took no time, or if plain decoding generated no token.
     """
     import numpy as np
 
@@ -257,32 +308,47 @@ def _ratio(sums: Any) -> Any:
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """Returns the results sorted into this order: plain decoding, lossless methods (fastest first), methods with a wrong output
-    although they should be lossless, lossy methods (fastest first), methods that did not run."""
+    """Returns the results sorted into this order: plain decoding, lossless methods (fastest first),
+    methods with a wrong output although they should be lossless, lossy methods (fastest first),
+    methods that did not run."""
 
     def position(result: MethodResult) -> tuple[int, float]:
         if result.is_reference:
             return 0, 0.0
-        kind = 4 if not result.prompts else 3 if not result.spec.lossless else 2 if result.broken else 1
+        kind = (
+            4
+            if not result.prompts
+            else 3
+            if not result.spec.lossless
+            else 2
+            if result.broken
+            else 1
+        )
         return kind, -(result.speedup or 0.0)
 
     return sorted(results, key=position)
 
 
 def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """The methods that can be the best one, fastest first: lossless, with a measured speedup and without wrong output. Plain
-    decoding is not among them."""
-    return [each for each in ranked(results) if each.spec.lossless and not each.broken and not each.is_reference and each.speedup]
+    """The methods that can be the best one, fastest first: lossless, with a measured speedup and
+    without wrong output. Plain decoding is not among them."""
+    return [
+        each
+        for each in ranked(results)
+        if each.spec.lossless and not each.broken and not each.is_reference and each.speedup
+    ]
 
 
 def best(results: Sequence[MethodResult]) -> MethodResult | None:
-    """Returns the fastest lossless method whose output was right, None if there is none. Plain decoding does not count."""
+    """Returns the fastest lossless method whose output was right, None if there is none. Plain
+    decoding does not count."""
     return next(iter(candidates(results)), None)
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
-    """Returns the methods, other than the best one `top`, that may be just as fast: those whose speedup's 95 % confidence
-    interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS` prompts intervals are not reliable: then none."""
+    """Returns the methods, other than the best one `top`, that may be just as fast: those whose
+    speedup's 95 % confidence interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS`
+    prompts intervals are not reliable: then none."""
     if too_few_prompts(top):
         return []
     others = (result for result in candidates(results) if result is not top)
@@ -290,73 +356,118 @@ def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[Metho
 
 
 def too_few_prompts(result: MethodResult) -> str:
-    """Returns a sentence that says why a speedup measured on so few prompts has no reliable interval; empty if it has one."""
+    """Returns a sentence that says why a speedup measured on so few prompts has no reliable
+    interval; empty if it has one."""
     if result.prompts == 1:
         return "One prompt gives no interval."
-    return f"{result.prompts} prompts are too few for a reliable interval." if result.prompts < FEW_PROMPTS else ""
+    return (
+        f"{result.prompts} prompts are too few for a reliable interval."
+        if result.prompts < FEW_PROMPTS
+        else ""
+    )
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
-    """Returns the methods that have no results, as pairs: the names of all methods with the same reason, and the reason, such as
-    an error message or `not measured yet`."""
+    """Returns the methods that have no results, as pairs: the names of all methods with the same
+    reason, and the reason, such as an error message or `not measured yet`."""
     reasons: dict[str, list[str]] = {}
     for result in ranked(results):
         if result.prompts:
             continue
         reason = "not measured yet"
         if result.failure is not None:
-            said = str(result.failure).removesuffix(WITHOUT_A_DRAFT)  # the advice to take other methods
+            # the advice to take other methods
+            said = str(result.failure).removesuffix(WITHOUT_A_DRAFT)
             reason = f"{NOT_RUN}: {said.removeprefix(f'{result.spec.name} ')}"
         reasons.setdefault(reason, []).append(result.spec.written)
     return [(names, reason) for reason, names in reasons.items()]
 
 
 def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
-    """Measures the seconds of single forward passes of both models: `draft` of one draft pass over one token (None without a
-    draft model), and `target` of target passes, by the number of tokens in the pass.
+    """Measures the seconds of single forward passes of both models: `draft` of one draft pass over
+    one token (None without a draft model), and `target` of target passes, by the number of tokens
+    in the pass.
 
-    Passes follow a context of typical length: the prompts' median of tokens, plus half of plain decoding's mean answer. The
-    target is timed with different numbers of tokens per pass, up to what the longest draft in the comparison needed.
+    Passes follow a context of typical length: the prompts' median of tokens, plus half of plain
+    decoding's mean answer. The target is timed with different numbers of tokens per pass, up to
+    what the longest draft in the comparison needed.
     """
     from specgen.engine.model_runner import time_passes
 
-    widest = max((length for run in results.runs.values() for length in run.draft_lengths or ()), default=0) + 1
+    widest = (
+        max(
+            (length for run in results.runs.values() for length in run.draft_lengths or ()),
+            default=0,
+        )
+        + 1
+    )
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
-    answer = fmean(run.tokens for (written, _, _), run in results.runs.items() if written == REFERENCE)
-    context = int(median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts) + answer / 2)
+    answer = fmean(
+        run.tokens for (written, _, _), run in results.runs.items() if written == REFERENCE
+    )
+    context = int(
+        median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts)
+        + answer / 2
+    )
     runners = pair.models.with_draft_model() or pair.models.plain()
-    target, draft = runners.target, runners.draft
+    target = runners.target
+    draft = runners.draft
     draft_seconds = None if draft is None else time_passes(draft, [1], context)[1]
     return {"draft": draft_seconds, "target": time_passes(target, widths, context)}
 
 
-def with_predictions(made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]) -> list[MethodResult]:
+def with_predictions(
+    made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]
+) -> list[MethodResult]:
     """Returns copies of the method results `made` with their `predicted` speedups.
 
-    `costs` are the seconds of single passes, from `measure_costs`. `eq14` is by EESD's formula (Eq. 14), from these and the
-    acceptance. `pass_costs` divides the summed costs of plain decoding's passes by those of all passes in the method's rounds.
-    The predictions use the same runs (one generation per prompt) as the measured speedups. Both are None where drafts were not
-    single chains, were made during target passes, or have unknown lengths.
+    `costs` are the seconds of single passes, from `measure_costs`. `eq14` is by EESD's formula (Eq.
+    14), from these and the acceptance. `pass_costs` divides the summed costs of plain decoding's
+    passes by those of all passes in the method's rounds. The predictions use the same runs (one
+    generation per prompt) as the measured speedups. Both are None where drafts were not single
+    chains, were made during target passes, or have unknown lengths.
     """
     medians = results.medians()
-    prefill = {index: float(run.line["phase_seconds"]["prefill"]) for index, run in medians[REFERENCE].items()}
-    return [replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill)) for each in made]
+    prefill = {
+        index: float(run.line["phase_seconds"]["prefill"])
+        for index, run in medians[REFERENCE].items()
+    }
+    return [
+        replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill))
+        for each in made
+    ]
 
 
 def _predicted(
-    result: MethodResult, runs: Mapping[int, Run], costs: Mapping[str, Any], prefill: Mapping[int, float]
+    result: MethodResult,
+    runs: Mapping[int, Run],
+    costs: Mapping[str, Any],
+    prefill: Mapping[int, float],
 ) -> Mapping[str, float | None]:
-    summary, target_pass = result.summary, Curve(costs["target"]).at
-    rate, share = summary.acceptance_rate, summary.draft_share
-    if rate is None or share is None or result.spec.is_baseline or any(run.draft_lengths is None for run in runs.values()):
+    summary = result.summary
+    target_pass = Curve(costs["target"]).at
+    rate = summary.acceptance_rate
+    share = summary.draft_share
+    if (
+        rate is None
+        or share is None
+        or result.spec.is_baseline
+        or any(run.draft_lengths is None for run in runs.values())
+    ):
         return NO_PREDICTION
-    draft_seconds = (summary.phase_seconds["draft"] + summary.phase_seconds["policy"]) / summary.drafted
+    draft_seconds = (
+        summary.phase_seconds["draft"] + summary.phase_seconds["policy"]
+    ) / summary.drafted
     if result.spec.choice.method.needs_draft_model and costs["draft"] is not None:
         draft_seconds = costs["draft"]
     plain = speculative = 0.0
     for index, run in runs.items():
         lengths = run.draft_lengths or ()
         plain += prefill[index] + (run.tokens - 1) * target_pass(1)
-        speculative += prefill[index] + sum(length * draft_seconds + target_pass(length + 1) for length in lengths[1:])
-    formula = eesd_speedup(rate, share, target_pass(1) / draft_seconds if draft_seconds else math.inf)
+        speculative += prefill[index] + sum(
+            length * draft_seconds + target_pass(length + 1) for length in lengths[1:]
+        )
+    formula = eesd_speedup(
+        rate, share, target_pass(1) / draft_seconds if draft_seconds else math.inf
+    )
     return {"eq14": formula, "pass_costs": plain / speculative if speculative else None}

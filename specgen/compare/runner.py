@@ -1,15 +1,16 @@
-"""Measures the methods of a comparison on one pair of models (target and draft). Each prompt is run by all methods in turn, so
-that changes of the machine's speed affect all methods alike.
+"""Measures the methods of a comparison on one pair of models (target and draft). Each prompt is run
+by all methods in turn, so that changes of the machine's speed affect all methods alike.
 
-Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted, and key-value caches are cleared
-before each run. Nothing is written, displayed or compared while a run is timed. The finished runs in the trace of an interrupted
-comparison are not repeated.
+Plain decoding comes first for every prompt. Each method has one warm-up run that is not counted,
+and key-value caches are cleared before each run. Nothing is written, displayed or compared while a
+run is timed. The finished runs in the trace of an interrupted comparison are not repeated.
 
-Each prompt and repeat has a seed of its own, derived from --seed, so that a length policy that draws random numbers (Thompson
-sampling) and sampled tokens draw afresh: the repeats are independent measurements. All methods share this seed on a prompt and
-repeat. It does not depend on which prompts and methods are measured, so a comparison with the same --seed makes the same runs,
-and so does `specgen generate --seed` with the seed in a run's trace (`sampling.seed`). Without --seed, the seeds derive from a
-random one; --resume takes those that are recorded.
+Each prompt and repeat has a seed of its own, derived from --seed, so that a length policy that
+draws random numbers (Thompson sampling) and sampled tokens draw afresh: the repeats are independent
+measurements. All methods share this seed on a prompt and repeat. It does not depend on which
+prompts and methods are measured, so a comparison with the same --seed makes the same runs, and so
+does `specgen generate --seed` with the seed in a run's trace (`sampling.seed`). Without --seed, the
+seeds derive from a random one; --resume takes those that are recorded.
 """
 
 from __future__ import annotations
@@ -43,26 +44,33 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.traces.writer import TraceWriter
 
-_OF_START = ("spec", "prompt_index", "repeat")  # what `compare` adds to the lines of a trace, and what results need of them
+# what `compare` adds to the lines of a trace, and what results need of them
+_OF_START = ("spec", "prompt_index", "repeat")
 _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedComparison:
-    """The finished runs in the trace `path`, each as it was recorded and as a result. A recorded run has its rounds only if it is
-    a method's first run on the trace's first prompt. `end` is the byte offset after the last complete line, where a resumed
-    comparison continues to write."""
+    """The finished runs in the trace `path`, each as it was recorded and as a result. A recorded
+    run has its rounds only if it is a method's first run on the trace's first prompt. `end` is the
+    byte offset after the last complete line, where a resumed comparison continues to write."""
 
     path: Path
     runs: Sequence[tuple[TracedRun, Run]]
     end: int
 
     def specs(self) -> list[MethodSpec]:
-        """Returns the methods in the trace: plain decoding, then the others in the order of their first runs.
+        """Returns the methods in the trace: plain decoding, then the others in the order of their
+        first runs.
 
         Raises SpecgenError for a method that does not exist.
         """
-        return [parse_spec(name) for name in dict.fromkeys([REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)])]
+        return [
+            parse_spec(name)
+            for name in dict.fromkeys(
+                [REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)]
+            )
+        ]
 
     def has(self, figure: str) -> bool:
         """Whether any run's summary line has a value for the key `figure`, such as `perplexity`."""
@@ -70,7 +78,8 @@ class RecordedComparison:
 
 
 def read_comparison(path: Path) -> RecordedComparison:
-    """Reads the finished runs from a trace that `specgen compare` wrote. Raises SpecgenError for any other file."""
+    """Reads the finished runs from a trace that `specgen compare` wrote. Raises SpecgenError for
+    any other file."""
     runs: list[tuple[TracedRun, Run]] = []
     end = 0
     for traced in read_trace(path):
@@ -78,14 +87,21 @@ def read_comparison(path: Path) -> RecordedComparison:
         summary = traced.summary
         finished = summary is not None and traced.finish_reason != "interrupted"
         missing = [name for name in _OF_START if traced.start.get(name) is None]
-        missing += [name for name in _OF_SUMMARY if finished and summary is not None and name not in summary]
+        missing += [
+            name for name in _OF_SUMMARY if finished and summary is not None and name not in summary
+        ]
         if missing:
             where = f"{path}, the run on line {traced.first_line:,}"
-            raise SpecgenError(f"{where} has no {missing[0]}", "Name a trace that specgen compare --trace wrote, unchanged")
+            raise SpecgenError(
+                f"{where} has no {missing[0]}",
+                "Name a trace that specgen compare --trace wrote, unchanged",
+            )
         if not finished:
             continue
         run = Run.of(traced)
-        if traced.start["repeat"] or (runs and traced.start["prompt_index"] != runs[0][0].start["prompt_index"]):
+        if traced.start["repeat"] or (
+            runs and traced.start["prompt_index"] != runs[0][0].start["prompt_index"]
+        ):
             traced.rounds.clear()
         runs.append((traced, run))
     return RecordedComparison(path, runs, end)
@@ -93,9 +109,9 @@ def read_comparison(path: Path) -> RecordedComparison:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkStep:
-    """The progress of a comparison before its next run (one generation for one prompt). `spec` and `prompt` are the method and
-    the prompt of this run, None at the end. `done` and `total` count runs. `seconds_left` is an estimate from the runs so far,
-    None if there are none."""
+    """The progress of a comparison before its next run (one generation for one prompt). `spec` and
+    `prompt` are the method and the prompt of this run, None at the end. `done` and `total` count
+    runs. `seconds_left` is an estimate from the runs so far, None if there are none."""
 
     spec: MethodSpec | None
     prompt: Prompt | None
@@ -106,18 +122,26 @@ class BenchmarkStep:
 
 
 class Runner:
-    """Runs a comparison and fills `results`. Each finished run is written to `trace`, if there is one; an interruption (Ctrl-C)
-    is delayed until it is recorded completely."""
+    """Runs a comparison and fills `results`. Each finished run is written to `trace`, if there is
+    one; an interruption (Ctrl-C) is delayed until it is recorded completely."""
 
-    def __init__(self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None) -> None:
+    def __init__(
+        self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None
+    ) -> None:
         from specgen.pair.pair import devices  # imports torch
 
-        turn_end = pair.tokenizer.turn_end if config.chat else ""  # an answer ends as `Pair.request` ends one
+        # an answer ends as `Pair.request` ends one
+        turn_end = pair.tokenizer.turn_end if config.chat else ""
         config = replace(config, sampling=sampling_with(config.sampling, {}, pair.target, turn_end))
-        self.pair, self.config, self._trace = pair, config, trace
+        self.pair = pair
+        self.config = config
+        self._trace = trace
         self.results = Results(config)
-        self.deadline, self.is_cut = math.inf, False  # after it, by `time.perf_counter`, no other prompt is begun
-        self.warm_up_tokens = config.sampling.max_new_tokens  # the most that a warm-up run generates
+        # after it, by `time.perf_counter`, no other prompt is begun
+        self.deadline = math.inf
+        self.is_cut = False
+        # the most that a warm-up run generates
+        self.warm_up_tokens = config.sampling.max_new_tokens
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
         self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
@@ -128,8 +152,9 @@ class Runner:
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run.
 
-        Raises SpecgenError for an exit layer that cannot be used, and for the first prompt that plain decoding cannot continue,
-        for instance because it is too long. Later turns of a question are not checked, because they contain answers.
+        Raises SpecgenError for an exit layer that cannot be used, and for the first prompt that
+        plain decoding cannot continue, for instance because it is too long. Later turns of a
+        question are not checked, because they contain answers.
         """
         for spec in self.config.specs:
             if "exit" in spec.choice.given:
@@ -142,15 +167,20 @@ class Runner:
                     raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
     def resume(self, recorded: RecordedComparison) -> None:
-        """Adds recorded runs to the results, and takes over their seeds for all methods on the same prompt and repeat.
+        """Adds recorded runs to the results, and takes over their seeds for all methods on the same
+        prompt and repeat.
 
-        Runs of methods, prompts or repeats that this comparison does not include are skipped. Raises SpecgenError if a run was
-        made with other models, sampling parameters or versions, or with another text of its prompt.
+        Runs of methods, prompts or repeats that this comparison does not include are skipped.
+        Raises SpecgenError if a run was made with other models, sampling parameters or versions, or
+        with another text of its prompt.
         """
         specs = {spec.written: spec for spec in self.config.specs}
         prompts = {prompt.index: prompt for prompt in self.config.prompts}
-        # plain decoding's runs are added first, because other methods' outputs are compared with its outputs
-        for traced, run in sorted(recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE):
+        # plain decoding's runs are added first, because other methods' outputs are compared with
+        # its outputs
+        for traced, run in sorted(
+            recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE
+        ):
             start = traced.start
             self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
             spec = specs.get(start["spec"])
@@ -159,19 +189,28 @@ class Runner:
             if spec is None or prompt is None or repeat >= self.config.repeats:
                 continue
             if start["prompt_ids"] != self.prompt_ids(prompt):
-                message = f"{recorded.path}, line {traced.first_line:,}: {prompt.label} had other tokens"
-                raise SpecgenError(message, "Give the same --prompts (and --chat, --turns) as for that trace")
+                message = (
+                    f"{recorded.path}, line {traced.first_line:,}: {prompt.label} had other tokens"
+                )
+                raise SpecgenError(
+                    message, "Give the same --prompts (and --chat, --turns) as for that trace"
+                )
             self._add(spec, prompt, repeat, run, traced)
             self._seeds[prompt.index, repeat] = start["sampling"]["seed"]
 
     def _check_settings(self, before: Mapping[str, Any], path: Path) -> None:
         """Raises SpecgenError if a run in the trace `path` cannot be compared with runs made now.
 
-        The target, its device and dtype, the versions and the sampling parameters must be equal. `before` has those of the run's
-        start line.
+        The target, its device and dtype, the versions and the sampling parameters must be equal.
+        `before` has those of the run's start line.
         """
-        target, sampling = self.pair.target, asdict(self.config.sampling)
-        now = {"target": target.name, "device": str(target.device), "dtype": target.dtype_name} | sampling
+        target = self.pair.target
+        sampling = asdict(self.config.sampling)
+        now = {
+            "target": target.name,
+            "device": str(target.device),
+            "dtype": target.dtype_name,
+        } | sampling
         for name, value in now.items():
             if name not in ("seed", "stop") and before.get(name) != value:
                 option = "-n" if name == "max_new_tokens" else f"--{name.replace('_', '-')}"
@@ -184,11 +223,13 @@ class Runner:
                 raise SpecgenError(message, "Start a new trace: name another file")
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the prompt's token ids. For a later turn of a question these contain the earlier turns with plain decoding's
-        answers, for every method."""
+        """Returns the prompt's token ids. For a later turn of a question these contain the earlier
+        turns with plain decoding's answers, for every method."""
         if prompt.index not in self._ids:
             previous = range(prompt.index - len(prompt.previous_turns), prompt.index)
-            answers = [str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous]
+            answers = [
+                str(self.results.runs[REFERENCE, index, 0].line["text"]) for index in previous
+            ]
             turns = list(zip(prompt.previous_turns, answers, strict=True))
             if self.config.chat:
                 ids = self.pair.tokenizer.conversation(messages(prompt.text, None, turns))
@@ -199,23 +240,32 @@ class Runner:
         return self._ids[prompt.index]
 
     def steps(self) -> Iterator[BenchmarkStep]:
-        """Runs the comparison, one step at a time. Yields the progress before each run and once at the end; a run is made when
-        the caller asks for the next step. Runs already in `results` are not repeated. Raises SpecgenError, after the warm-up
-        runs, if no method but plain decoding can run."""
+        """Runs the comparison, one step at a time. Yields the progress before each run and once at
+        the end; a run is made when the caller asks for the next step. Runs already in `results` are
+        not repeated. Raises SpecgenError, after the warm-up runs, if no method but plain decoding
+        can run."""
         todo = self._missing(self.config.specs)
         prompts = self.config.prompts
         new = min(self.config.sampling.max_new_tokens, RESERVED)
         encode = self.pair.tokenizer.encode
-        lengths = [len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns]
+        lengths = [
+            len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns
+        ]
         for prompt in prompts:  # later turns follow answers that are not known yet
             if prompt.previous_turns:
-                lengths.append(sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text)))
+                lengths.append(
+                    sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text))
+                )
         self.pair.reserve(min(max(lengths), self.pair.target.context_limit))
 
         def step(
-            done: int, spec: MethodSpec | None = None, prompt: Prompt | None = None, warming_up: bool = False
+            done: int,
+            spec: MethodSpec | None = None,
+            prompt: Prompt | None = None,
+            warming_up: bool = False,
         ) -> BenchmarkStep:
-            seconds_left = (len(todo) - done) * fmean(self._seconds) if self._seconds else None  # the methods take turns
+            # the methods take turns
+            seconds_left = (len(todo) - done) * fmean(self._seconds) if self._seconds else None
             return BenchmarkStep(spec, prompt, warming_up, done, len(todo), seconds_left)
 
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
@@ -223,7 +273,11 @@ class Runner:
             self._attempt(spec, prompts[0], 0, self.warm_up_tokens)
         self._check_that_one_can_run()
         for position, (spec, prompt, repeat) in enumerate(todo):
-            if time.perf_counter() > self.deadline and spec is self.config.specs[0] and self.results.complete_repeats():
+            if (
+                time.perf_counter() > self.deadline
+                and spec is self.config.specs[0]
+                and self.results.complete_repeats()
+            ):
                 self.is_cut = True
                 break
             if self._is_ruled_out(spec, prompt):
@@ -233,12 +287,13 @@ class Runner:
             if finished is not None:
                 with interrupts.held():
                     self._add(spec, prompt, repeat, Run.of(finished), finished)
-                    self._write(finished)  # last: if it fails, the results have the run nevertheless
+                    # last: if it fails, the results have the run nevertheless
+                    self._write(finished)
         yield step(len(todo))
 
     def is_interrupted(self, recorded: RecordedComparison) -> bool:
-        """Whether the `recorded` runs, which were added, are those of this comparison, and some runs of their methods are
-        missing."""
+        """Whether the `recorded` runs, which were added, are those of this comparison, and some
+        runs of their methods are missing."""
         known = {spec.written for spec in recorded.specs()}
         specs = [spec for spec in self.config.specs if spec.written in known]
         return len(self.results.runs) == len(recorded.runs) and bool(self._missing(specs))
@@ -253,27 +308,38 @@ class Runner:
         ]
 
     def _check_that_one_can_run(self) -> None:
-        """Raises SpecgenError if methods are named and each of them lacks something, such as a head."""
+        """Raises SpecgenError if methods are named and each of them lacks something, such as a
+        head."""
         failures = list(self.results.failures.values())
         named = sum(spec.written != REFERENCE for spec in self.config.specs)
-        if failures and len(failures) == named and not any(isinstance(failure, RunError) for failure in failures):
+        if (
+            failures
+            and len(failures) == named
+            and not any(isinstance(failure, RunError) for failure in failures)
+        ):
             reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
             raise SpecgenError(f"no method can run: {reasons}", failures[0].hint)
 
     def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
-    def _attempt(self, spec: MethodSpec, prompt: Prompt, repeat: int, most_tokens: int | None = None) -> TracedRun | None:
-        """Makes one run of a method for a prompt, of at most `most_tokens` new tokens (None: no other limit than the config's).
+    def _attempt(
+        self, spec: MethodSpec, prompt: Prompt, repeat: int, most_tokens: int | None = None
+    ) -> TracedRun | None:
+        """Makes one run of a method for a prompt, of at most `most_tokens` new tokens (None: no
+        other limit than the config's).
 
-        Returns None if the method fails (`results.failures` then has the error), or if the prompt is a later turn that plain
-        decoding finds too long: it is skipped for all methods.
+        Returns None if the method fails (`results.failures` then has the error), or if the prompt
+        is a later turn that plain decoding finds too long: it is skipped for all methods.
         """
         from specgen.decoding.drafting import derive_seed  # imports torch
 
         if self._is_ruled_out(spec, prompt):
             return None
-        seed = self._seeds.setdefault((prompt.index, repeat), derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"))
+        seed = self._seeds.setdefault(
+            (prompt.index, repeat),
+            derive_seed(self._seed, f"prompt {prompt.index} repeat {repeat}"),
+        )
         sampling = replace(self.config.sampling, seed=seed)
         if most_tokens is not None:
             sampling = replace(sampling, max_new_tokens=min(most_tokens, sampling.max_new_tokens))
@@ -283,8 +349,14 @@ class Runner:
         except (SpecgenError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 error = RunError("out of memory", "Leave this method out, or take a smaller -n")
-            is_too_long = spec.written == REFERENCE and prompt.previous_turns and not isinstance(error, RunError)
-            if not isinstance(error, SpecgenError) or (spec.written == REFERENCE and not is_too_long):
+            is_too_long = (
+                spec.written == REFERENCE
+                and prompt.previous_turns
+                and not isinstance(error, RunError)
+            )
+            if not isinstance(error, SpecgenError) or (
+                spec.written == REFERENCE and not is_too_long
+            ):
                 raise error from None
             if is_too_long:
                 self.results.skipped.add(prompt.index)
@@ -292,22 +364,32 @@ class Runner:
                 self.results.failures[spec.written] = error
             return None
         self._seconds.append(time.perf_counter() - start)
-        keys = {"spec": spec.written, "prompt_index": prompt.index, "category": prompt.category, "repeat": repeat}
+        keys = {
+            "spec": spec.written,
+            "prompt_index": prompt.index,
+            "category": prompt.category,
+            "repeat": repeat,
+        }
         return replace(finished, start={**finished.start, **keys, "prompt_name": prompt.name})
 
     def _run(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> TracedRun:
-        """Makes one run and returns what a trace records of it. Transformers' own methods have no rounds; the limits and the seed
-        of their runs are those of plain decoding."""
-        pair, settings = self.pair, spec.choice.settings.values
+        """Makes one run and returns what a trace records of it. Transformers' own methods have no
+        rounds; the limits and the seed of their runs are those of plain decoding."""
+        pair = self.pair
+        settings = spec.choice.settings.values
         name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.choice.given)
         request = pair.request(ids, name, sampling, record=self.config.record, **given)
         run = pair.prepare(request)
         pair.forget()
-        figures, rounds, counted = Figures(spec.name), list[Round](), dict[str, Any]()
+        figures = Figures(spec.name)
+        rounds = list[Round]()
+        counted = dict[str, Any]()
         if self._meter is not None:
             self._meter.start()
         if spec.is_baseline:
-            counted = run_baseline(pair, spec.name, settings, ids, request.limit, sampling, run.seed)
+            counted = run_baseline(
+                pair, spec.name, settings, ids, request.limit, sampling, run.seed
+            )
         else:
             rounds = list(run.rounds())
             figures.prompt_tokens = len(ids)  # the caches are empty
@@ -320,39 +402,59 @@ class Runner:
         if spec.is_baseline:
             figures.include(counted)
             more = {"phase_seconds": None, "drafts": counted["drafts"]}
-            draft = pair.draft.name if spec.choice.method.needs_draft_model and pair.draft is not None else None
+            draft = (
+                pair.draft.name
+                if spec.choice.method.needs_draft_model and pair.draft is not None
+                else None
+            )
             start |= {"method": spec.name, "settings": dict(settings), "draft": draft}
         if self.config.perplexity or not all(each.lossless for each in self.config.specs):
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
         reason = counted.get("finish_reason") or run.finish_reason or "length"
         line = figures.as_dict(output_text(request, pair.tokenizer, figures.token_ids), reason)
-        traced, text_of = list[TracedRound](), pair.tokenizer.text_of
+        traced = list[TracedRound]()
+        text_of = pair.tokenizer.text_of
         for round_ in rounds:
             token = None if round_.verdict.token is None else text_of([round_.verdict.token])
-            traced.append(TracedRound(round_, tuple(text_of([each]) for each in round_.draft.tokens), token))
+            traced.append(
+                TracedRound(round_, tuple(text_of([each]) for each in round_.draft.tokens), token)
+            )
         return TracedRun(start, 0, traced, {"type": "summary", **line, **more})
 
     def _write(self, finished: TracedRun) -> None:
         if self._trace is not None:
-            text_of, record = self.pair.tokenizer.text_of, self.config.record
-            rounds = (records.round_line(traced.round, text_of, record=record) for traced in finished.rounds)
+            text_of = self.pair.tokenizer.text_of
+            record = self.config.record
+            rounds = (
+                records.round_line(traced.round, text_of, record=record)
+                for traced in finished.rounds
+            )
             for line in (finished.start, *rounds, finished.summary or {}):
                 self._trace.write(line)
 
-    def _add(self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun) -> None:
-        """Adds the finished run `run` to the results. `traced` is the same run with its rounds; if it is the method's first run
-        of the first prompt, it is kept to be displayed. If decoding is greedy and the method lossless, the run's output is
-        compared with plain decoding's."""
+    def _add(
+        self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun
+    ) -> None:
+        """Adds the finished run `run` to the results. `traced` is the same run with its rounds; if
+        it is the method's first run of the first prompt, it is kept to be displayed. If decoding is
+        greedy and the method lossless, the run's output is compared with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
         if repeat == 0 and prompt is self.config.prompts[0]:
             results.examples[spec.written] = traced
         reference = results.runs.get((REFERENCE, prompt.index, repeat))
-        if not self.config.sampling.greedy or not spec.lossless or spec.written == REFERENCE or reference is None:
+        if (
+            not self.config.sampling.greedy
+            or not spec.lossless
+            or spec.written == REFERENCE
+            or reference is None
+        ):
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
         exact = self.pair.target.exact and spec.drafts_chains
-        difference = judge(self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers, exact=exact)
+        difference = judge(
+            self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers, exact=exact
+        )
         if difference is not None:
             results.differences[key] = difference

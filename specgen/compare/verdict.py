@@ -1,5 +1,5 @@
-"""Decides whether a method's greedy output equals plain decoding's. The token ids must be equal, except where the target's logits
-of the two different tokens are equal within rounding (a tie)."""
+"""Decides whether a method's greedy output equals plain decoding's. The token ids must be equal,
+except where the target's logits of the two different tokens are equal within rounding (a tie)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ if TYPE_CHECKING:
 
 FLOAT32_TIE = 1e-3  # logits
 _NARROW_TIES = {"bfloat16": 1 / 64, "float16": 1 / 256}  # as fractions of the largest logit
-# Over bfloat16 passes of 1 and of 8 tokens, the gap between a token's two best logits changed by up to 0.071 of the largest logit
-# in 8 random mixtures of 12 layers (512 tokens; 3 % of the choices of experts differed), and by up to 0.015 in dense models.
+# Over bfloat16 passes of 1 and of 8 tokens, the gap between a token's two best logits changed by up
+# to 0.071 of the largest logit in 8 random mixtures of 12 layers (512 tokens; 3 % of the choices of
+# experts differed), and by up to 0.015 in dense models.
 _EXPERTS_FACTOR = 5
-OUTCOMES = ("identical", "tied", "diverged")  # from best to worst; JSON and CSV count prompts under these keys
+# from best to worst; JSON and CSV count prompts under these keys
+OUTCOMES = ("identical", "tied", "diverged")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position at which a method's output differs from plain decoding's (the reference). The first `position` tokens
-    are equal.
+    """The first position at which a method's output differs from plain decoding's (the reference).
+    The first `position` tokens are equal.
 
-    `reference_id` and `token_id` are the two different tokens, None for an output that ends there. `gap` is the target's logit of
-    `reference_id` minus that of `token_id`, None if an output ends. If the absolute gap is below `threshold`, the difference is a
-    tie.
+    `reference_id` and `token_id` are the two different tokens, None for an output that ends there.
+    `gap` is the target's logit of `reference_id` minus that of `token_id`, None if an output ends.
+    If the absolute gap is below `threshold`, the difference is a tie.
     """
 
     prompt_index: int
@@ -40,17 +42,19 @@ class Difference:
 
     @property
     def is_broken(self) -> bool:
-        """Whether rounding does not explain the difference. A lossless method must not have such a difference."""
+        """Whether rounding does not explain the difference. A lossless method must not have such a
+        difference."""
         return self.gap is None or not abs(self.gap) < self.threshold
 
     def as_dict(self) -> dict[str, Any]:
-        """The difference as an object for the JSON output. Its keys are documented and do not change."""
+        """The difference as an object for the JSON output. Its keys are documented and do not
+        change."""
         fields = asdict(self)
         return {"place": fields.pop("position"), **fields, "tie": not self.is_broken}
 
     def explanation(self, methods: str, prompt: str) -> str:
-        """A sentence that says where the output of `methods` differs from plain decoding's on `prompt`, and whether rounding
-        explains it. Both arguments are names to print."""
+        """A sentence that says where the output of `methods` differs from plain decoding's on
+        `prompt`, and whether rounding explains it. Both arguments are names to print."""
         where = f"{methods} differs from plain decoding at {self.position} of {prompt}"
         if self.gap is None:
             return f"{where}: one answer ends there, and the other does not."
@@ -61,16 +65,18 @@ class Difference:
 
 
 def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:
-    """Counts how many of `prompts` prompts have each outcome in `OUTCOMES` (identical, tied, diverged). A prompt counts once,
-    with the worst outcome among its repeats."""
+    """Counts how many of `prompts` prompts have each outcome in `OUTCOMES` (identical, tied,
+    diverged). A prompt counts once, with the worst outcome among its repeats."""
     broken = {found.prompt_index for found in differences if found.is_broken}
     tied = {found.prompt_index for found in differences} - broken
-    return dict(zip(OUTCOMES, (prompts - len(broken) - len(tied), len(tied), len(broken)), strict=True))
+    return dict(
+        zip(OUTCOMES, (prompts - len(broken) - len(tied), len(tied), len(broken)), strict=True)
+    )
 
 
 def outcome_text(differences: Sequence[Difference]) -> str:
-    """The worst outcome as the text of a table cell: `same`, `tie at 57` (a token position), `2 ties`, `2 differ` (numbers of
-    prompts)."""
+    """The worst outcome as the text of a table cell: `same`, `tie at 57` (a token position), `2
+    ties`, `2 differ` (numbers of prompts)."""
     broken = [found for found in differences if found.is_broken]
     worst = broken or differences
     if not worst:
@@ -90,16 +96,21 @@ def judge(
     *,
     exact: bool = False,
 ) -> Difference | None:
-    """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all are token ids. Returns None
-    if they are equal. Otherwise one forward pass of the target without a key-value cache computes the logits of both tokens at
-    the first difference. `exact`: all passes give logits with equal bits, so no difference counts as a tie. `repeat` and
+    """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all
+    are token ids. Returns None if they are equal. Otherwise one forward pass of the target without
+    a key-value cache computes the logits of both tokens at the first difference. `exact`: all
+    passes give logits with equal bits, so no difference counts as a tie. `repeat` and
     `prompt_index` only name the run."""
 
     if list(reference) == list(other):
         return None
     shorter = min(len(reference), len(other))
-    position = next((number for number in range(shorter) if reference[number] != other[number]), shorter)
-    reference_id, token_id = (answer[position] if position < len(answer) else None for answer in (reference, other))
+    position = next(
+        (number for number in range(shorter) if reference[number] != other[number]), shorter
+    )
+    reference_id, token_id = (
+        answer[position] if position < len(answer) else None for answer in (reference, other)
+    )
     if reference_id is None or token_id is None:
         return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)
     logits = pair.target.reference_logits(prompt_ids, reference[:position])
@@ -107,16 +118,22 @@ def judge(
     threshold = (
         0.0
         if exact
-        else tie_threshold(pair.target.dtype_name, float(logits.max()), has_experts=pair.target.prepared.experts is not None)
+        else tie_threshold(
+            pair.target.dtype_name,
+            float(logits.max()),
+            has_experts=pair.target.prepared.experts is not None,
+        )
     )
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
 
 
 def tie_threshold(dtype: str, largest: float, *, has_experts: bool = False) -> float:
-    """Returns the difference below which two logits of one token position count as equal, because rounding may have swapped them.
+    """Returns the difference below which two logits of one token position count as equal, because
+    rounding may have swapped them.
 
-    Two passes over different numbers of tokens round differently: by less than 1e-3 in float32, in 16-bit dtypes in proportion to
-    `largest`, the largest logit of the position. A mixture of experts may also run a token by other experts then.
+    Two passes over different numbers of tokens round differently: by less than 1e-3 in float32, in
+    16-bit dtypes in proportion to `largest`, the largest logit of the position. A mixture of
+    experts may also run a token by other experts then.
     """
     if dtype not in _NARROW_TIES:
         return FLOAT32_TIE

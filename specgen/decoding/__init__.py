@@ -1,4 +1,5 @@
-"""The parts of a run: drafters, verifiers and schedules. A part is imported when its name is first read, because it needs torch.
+"""The parts of a run: drafters, verifiers and schedules. A part is imported when its name is first
+read, because it needs torch.
 
 A method's file names parts as `decoding.ModelDrafter`, so that methods can be listed without torch.
 """
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from specgen.decoding.lookahead import OuroborosDrafter as OuroborosDrafter
     from specgen.decoding.lossy_verification import BildVerifier as BildVerifier
     from specgen.decoding.lossy_verification import FlyVerifier as FlyVerifier
-    from specgen.decoding.lossy_verification import JointLikelihoodVerifier as JointLikelihoodVerifier
+    from specgen.decoding.lossy_verification import (
+        JointLikelihoodVerifier as JointLikelihoodVerifier,
+    )
     from specgen.decoding.marginal_tree import MarginalTreeDrafter as MarginalTreeDrafter
     from specgen.decoding.multi_draft import MultiDraftDrafter as MultiDraftDrafter
     from specgen.decoding.multi_draft import k_sequential_verifier as k_sequential_verifier

@@ -13,16 +13,24 @@ from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy_base import NO_SIGNALS, DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import (
+    NO_SIGNALS,
+    DraftedToken,
+    LengthPolicy,
+    Signals,
+    extend_draft,
+)
 from specgen.decoding.tree import DraftTree
 from specgen.engine.devices import inference, upload
 
 
 class Beam(NamedTuple):
-    """A candidate continuation of the context: its last node in the draft tree and its joint log-likelihood (nats).
+    """A candidate continuation of the context: its last node in the draft tree and its joint
+    log-likelihood (nats).
 
-    `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished`: the continuation ends with an
-    end-of-sequence token. `signals` are numbers about its last token for the length policy.
+    `node` is -1 for the empty continuation. The likelihood is the draft model's. `finished`: the
+    continuation ends with an end-of-sequence token. `signals` are numbers about its last token for
+    the length policy.
     """
 
     node: int
@@ -32,21 +40,25 @@ class Beam(NamedTuple):
 
 
 def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
-    """Returns the sampling parameters for joint likelihoods: `sampling`, with temperature 1 in place of 0 (greedy).
+    """Returns the sampling parameters for joint likelihoods: `sampling`, with temperature 1 in
+    place of 0 (greedy).
 
-    At temperature 0 every likelihood would be 0 or 1, and MTAD would only compare tokens with the target's argmax.
+    At temperature 0 every likelihood would be 0 or 1, and MTAD would only compare tokens with the
+    target's argmax.
     """
     return replace(sampling, temperature=1.0) if sampling.greedy else sampling
 
 
 class BeamSearchDrafter(DraftModelUser):
-    """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its joint log-likelihoods.
+    """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its
+    joint log-likelihoods.
 
-    The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps the likeliest continuations.
-    With `beam` set to `sample`, it draws them among all continuations of all beams, without replacement, in proportion to their
-    joint likelihoods (MTAD, Eq. 2); greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
-    still competes with the other beams. The length policy sees the last token of the likeliest unfinished beam; the signal `prob`
-    is this token's factor in the beam's joint likelihood.
+    The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps
+    the likeliest continuations. With `beam` set to `sample`, it draws them among all continuations
+    of all beams, without replacement, in proportion to their joint likelihoods (MTAD, Eq. 2);
+    greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
+    still competes with the other beams. The length policy sees the last token of the likeliest
+    unfinished beam; the signal `prob` is this token's factor in the beam's joint likelihood.
     """
 
     def __init__(self, setup: Setup, *, beams: int, beam: str) -> None:
@@ -71,14 +83,18 @@ class BeamSearchDrafter(DraftModelUser):
             beams[:] = after
             if self._is_decided(beams):
                 return "eos"
-            return DraftedToken(position, max(beams, key=lambda beam: (not beam.finished, beam.log_likelihood)).signals)
+            return DraftedToken(
+                position,
+                max(beams, key=lambda beam: (not beam.finished, beam.log_likelihood)).signals,
+            )
 
         reason = extend_draft(policy, limit, extend)
         path = tree.path(max(beams, key=lambda beam: beam.log_likelihood).node)
         return tree.draft(reason, path, log_likelihoods=[likelihoods[node] for node in path])
 
     def _is_decided(self, beams: Sequence[Beam]) -> bool:
-        """Whether the search can end: the likeliest beam is finished (other beams only get less likely), or all beams are.
+        """Whether the search can end: the likeliest beam is finished (other beams only get less
+        likely), or all beams are.
 
         Stochastic beams always need all to be finished.
         """
@@ -86,13 +102,16 @@ class BeamSearchDrafter(DraftModelUser):
             return max(beams, key=lambda beam: beam.log_likelihood).finished
         return all(beam.finished for beam in beams)
 
-    def _step(self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals) -> list[Beam] | None:
-        """Extends the unfinished beams by one token, and returns the beams that are kept. One transfer to the host.
+    def _step(
+        self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals
+    ) -> list[Beam] | None:
+        """Extends the unfinished beams by one token, and returns the beams that are kept. One
+        transfer to the host.
 
         None where penalties forbid all tokens.
 
-        `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are the signals that the length
-        policy reads.
+        `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are
+        the signals that the length policy reads.
         """
         growing = [beam for beam in beams if not beam.finished]
         finished = [beam for beam in beams if beam.finished]
@@ -102,18 +121,26 @@ class BeamSearchDrafter(DraftModelUser):
         vocabulary = logits.shape[-1]
         best = max(beam.log_likelihood for beam in beams)
         scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
-        before = upload(torch.tensor(scale), logits.device)  # relative to the best, so that no product of many tokens underflows
+        # relative to the best, so that no product of many tokens underflows
+        before = upload(torch.tensor(scale), logits.device)
         probs = token_sampling.warp(logits, self._warping)
         joint = (before[: len(growing), None] * probs).flatten()
         joint = torch.cat((joint, before[len(growing) :])) if finished else joint
         chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
-        parents, tokens = chosen // vocabulary, chosen % vocabulary
+        parents = chosen // vocabulary
+        tokens = chosen % vocabulary
         # A finished beam has no row of logits: it reads the last one, and the result is not used.
         rows = parents.clamp_max(len(growing) - 1)
         computed = tree.signals(read, logits, rows, tokens, probs)
-        numbers = (parents.float(), tokens.float(), joint[chosen], *(value.float() for value in computed.values()))
+        numbers = (
+            parents.float(),
+            tokens.float(),
+            joint[chosen],
+            *(value.float() for value in computed.values()),
+        )
         after = []
-        for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):  # ids stay exact up to 2^24
+        # ids stay exact up to 2^24
+        for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):
             if math.isnan(relative):
                 raise nan_logits("draft")
             if not relative:  # fewer continuations are possible than there are beams
@@ -124,15 +151,21 @@ class BeamSearchDrafter(DraftModelUser):
                 continue
             node = tree.add(growing[int(parent)].node, int(token))
             likelihoods.append(value)
-            found = {name: number for name, number in zip(computed, values, strict=True) if name in read}
+            found = {
+                name: number for name, number in zip(computed, values, strict=True) if name in read
+            }
             after.append(Beam(node, value, int(token) in self._eos_ids, found))
         return after
 
     def _ranked(self, joint: torch.Tensor) -> torch.Tensor:
-        """Returns the scores of all continuations, of which the `width` highest are kept. `joint` are their joint likelihoods.
+        """Returns the scores of all continuations, of which the `width` highest are kept. `joint`
+        are their joint likelihoods.
 
-        The highest values of likelihood / exponential noise are a draw without replacement, used for stochastic beams.
+        The highest values of likelihood / exponential noise are a draw without replacement, used
+        for stochastic beams.
         """
         if not self._stochastic:
             return joint
-        return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(1e-30)
+        return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(
+            1e-30
+        )

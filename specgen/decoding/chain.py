@@ -1,4 +1,5 @@
-"""Drafters of chains: a model drafts token by token, CaPE adds candidates at each position, and text is encoded again (SLEM)."""
+"""Drafters of chains: a model drafts token by token, CaPE adds candidates at each position, and
+text is encoded again (SLEM)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import token_sampling
 from specgen.decoding.device_chain import DeviceChain
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, comparison, extend_draft
+from specgen.decoding.policy_base import (
+    DraftedToken,
+    LengthPolicy,
+    Signals,
+    comparison,
+    extend_draft,
+)
 from specgen.engine.devices import inference, upload
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
@@ -23,32 +30,41 @@ if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 _MOST_CANDIDATES = 7
-_BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))  # largest top probability, number of further candidates
-_PIECES = 4  # `TextDrafter` drafts at most this many of the draft model's tokens for one of the target's
+# largest top probability, number of further candidates
+_BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))
+# `TextDrafter` drafts at most this many of the draft model's tokens for one of the target's
+_PIECES = 4
 
 
 class ModelDrafter(DraftModelUser):
-    """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen et al. 2023).
+    """Drafts token by token with a smaller model of the same tokenizer (Leviathan et al. 2023, Chen
+    et al. 2023).
 
-    The draft model may also be part of the target: its first layers with an exit layer (EESD), or the target without some layers
-    (Self-SD). Logits beyond the target's vocabulary are cut before a token is chosen. The draft is empty if the context has
-    tokens that the draft model lacks. A runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens
-    also where the target samples.
+    The draft model may also be part of the target: its first layers with an exit layer (EESD), or
+    the target without some layers (Self-SD). Logits beyond the target's vocabulary are cut before a
+    token is chosen. The draft is empty if the context has tokens that the draft model lacks. A
+    runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens also
+    where the target samples.
 
-    With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et al. 2024), see
-    `with_candidates`. The length policy sees only the chain's tokens. Verification is lossless, also in sampling: the chain's
-    token is verified as a draw from its distribution; if it is rejected, the target draws a token from the residual distribution,
-    and a candidate that equals this token is accepted.
+    With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et
+    al. 2024), see `with_candidates`. The length policy sees only the chain's tokens. Verification
+    is lossless, also in sampling: the chain's token is verified as a draw from its distribution; if
+    it is rejected, the target draws a token from the residual distribution, and a candidate that
+    equals this token is accepted.
 
-    With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest probability below `fallback` (at
-    temperature 1, without top-k and top-p); that token is dropped, so that the draft may be empty. This is not lossless.
+    With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest
+    probability below `fallback` (at temperature 1, without top-k and top-p); that token is dropped,
+    so that the draft may be empty. This is not lossless.
     """
 
-    def __init__(self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0) -> None:
+    def __init__(
+        self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0
+    ) -> None:
         if setup.draft is not None and not getattr(setup.draft, "draws", True):
             setup = replace(setup, sampling=SamplingParams())
         super().__init__(setup, depth=depth)
-        self._cape, self._fallback = cape, fallback
+        self._cape = cape
+        self._fallback = fallback
 
     @inference
     def propose(
@@ -59,10 +75,11 @@ class ModelDrafter(DraftModelUser):
         unverified: Sequence[int] = (),
         show: Callable[[int, int], bool] | None = None,
     ) -> Draft:
-        """Drafts at most `limit` new tokens after the context and after `unverified`, which are tokens drafted earlier.
+        """Drafts at most `limit` new tokens after the context and after `unverified`, which are
+        tokens drafted earlier.
 
-        `show` is called for each new token as soon as it is drafted, with its number (from 0) and the token. If it returns False,
-        the draft ends.
+        `show` is called for each new token as soon as it is drafted, with its number (from 0) and
+        the token. If it returns False, the draft ends.
         """
         tokens = list(unverified)
         limit = self._room(context, limit + len(tokens)) - len(tokens)
@@ -70,9 +87,15 @@ class ModelDrafter(DraftModelUser):
             return Draft()
         device = None if show is not None else self._device_chain(context, policy, tokens)
         if device is not None:
-            return device.draft(self._reason(extend_draft(policy, limit, device.append, unverified=len(unverified)), limit))
+            return device.draft(
+                self._reason(
+                    extend_draft(policy, limit, device.append, unverified=len(unverified)), limit
+                )
+            )
         scores = self._scores(policy, context)
-        chain = HostChain(self._setup, self._generator, policy.signals, 1 + _MOST_CANDIDATES if self._cape else 0)
+        chain = HostChain(
+            self._setup, self._generator, policy.signals, 1 + _MOST_CANDIDATES if self._cape else 0
+        )
         is_cut = False
 
         def extend(position: int) -> DraftedToken | str:
@@ -80,7 +103,8 @@ class ModelDrafter(DraftModelUser):
             if is_cut:  # the policy has seen the last token, from which it may learn later
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
-            own, score = output.unpenalised_part(self._vocab_size), None
+            own = output.unpenalised_part(self._vocab_size)
+            score = None
             logits = output.logits[:, : self._vocab_size]
             if own is not None and token_sampling.is_forbidden(logits):
                 return NO_CANDIDATES
@@ -101,9 +125,11 @@ class ModelDrafter(DraftModelUser):
         draft = chain.draft(self._reason(reason, limit))
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 
-    def _device_chain(self, context: Context, policy: LengthPolicy, unverified: Sequence[int]) -> DeviceChain | None:
-        """Begins a draft whose tokens are chosen on the device. Returns None if the host needs to know each token before the next
-        one."""
+    def _device_chain(
+        self, context: Context, policy: LengthPolicy, unverified: Sequence[int]
+    ) -> DeviceChain | None:
+        """Begins a draft whose tokens are chosen on the device. Returns None if the host needs to
+        know each token before the next one."""
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
@@ -113,14 +139,17 @@ class ModelDrafter(DraftModelUser):
 
 
 class HostChain:
-    """A chain of drafted tokens that grows token by token, with what the length policy and the verifier need to know of each.
+    """A chain of drafted tokens that grows token by token, with what the length policy and the
+    verifier need to know of each.
 
-    `read` are the names of the signals (numbers about a token) that the policy reads. `statistics` has the entropy (nats) and the
-    largest probability of each token's distribution. `candidates` is the number of likeliest tokens that are kept for each
-    position; 0: none.
+    `read` are the names of the signals (numbers about a token) that the policy reads. `statistics`
+    has the entropy (nats) and the largest probability of each token's distribution. `candidates` is
+    the number of likeliest tokens that are kept for each position; 0: none.
     """
 
-    def __init__(self, setup: Setup, generator: torch.Generator, read: Signals, candidates: int) -> None:
+    def __init__(
+        self, setup: Setup, generator: torch.Generator, read: Signals, candidates: int
+    ) -> None:
         self.tokens: list[int] = []
         self.statistics: list[tuple[float, float]] = []
         self._setup = setup
@@ -133,27 +162,37 @@ class HostChain:
 
     @property
     def likeliest(self) -> list[list[int]]:
-        """The likeliest tokens at each position, the likeliest first; -1 in place of an impossible token."""
+        """The likeliest tokens at each position, the likeliest first; -1 in place of an impossible
+        token."""
         return torch.stack(self._likeliest).tolist() if self._likeliest else []
 
     def append(
-        self, logits: torch.Tensor, predicted_acceptance: torch.Tensor | None, unpenalised: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        predicted_acceptance: torch.Tensor | None,
+        unpenalised: torch.Tensor | None,
     ) -> DraftedToken:
-        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding, otherwise drawn at random.
+        """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding,
+        otherwise drawn at random.
 
-        `predicted_acceptance` is the predictor's acceptance probability for the token; None without a predictor. `unpenalised`
-        are the logits of the draft model's own distribution, which may have more columns (see `ModelOutput.unrestricted`); None
-        if `logits` are these. Raises RunError for logits that hold a NaN.
+        `predicted_acceptance` is the predictor's acceptance probability for the token; None without
+        a predictor. `unpenalised` are the logits of the draft model's own distribution, which may
+        have more columns (see `ModelOutput.unrestricted`); None if `logits` are these. Raises
+        RunError for logits that hold a NaN.
         """
         if self._setup.record:
-            self._logits.append((logits if unpenalised is None else unpenalised).clone())  # valid until the runner's next call
+            # valid until the runner's next call
+            self._logits.append((logits if unpenalised is None else unpenalised).clone())
         if self._candidates:
             values, likeliest = logits.topk(min(self._candidates, logits.shape[-1]))
             self._likeliest.append(likeliest.masked_fill_(values == -torch.inf, -1))
-        token, entropy, top_prob = token_sampling.greedy_statistics(logits if unpenalised is None else unpenalised)
+        token, entropy, top_prob = token_sampling.greedy_statistics(
+            logits if unpenalised is None else unpenalised
+        )
         if math.isnan(entropy):
             raise nan_logits("draft")
-        signals, probs = {"entropy": entropy, "top_prob": top_prob}, None
+        signals = {"entropy": entropy, "top_prob": top_prob}
+        probs = None
         if not self._setup.sampling.greedy:
             probs = token_sampling.warp(logits, self._setup.sampling)
             self._probs.append(probs)
@@ -164,11 +203,15 @@ class HostChain:
             signals["prob"] = top_prob
         if others := self._read - signals.keys():
             drawn = torch.tensor(token, device=logits.device)
-            computed = token_sampling.signals(others, logits, drawn, probs, predicted_acceptance, unpenalised)
+            computed = token_sampling.signals(
+                others, logits, drawn, probs, predicted_acceptance, unpenalised
+            )
             signals |= {name: value.item() for name, value in computed.items()}
         self.statistics.append((entropy, top_prob))
         self.tokens.append(token_sampling.valid_token(token, "draft"))
-        return DraftedToken(len(self.tokens), {name: signals[name] for name in self._read if name in signals})
+        return DraftedToken(
+            len(self.tokens), {name: signals[name] for name in self._read if name in signals}
+        )
 
     def drop_last(self) -> None:
         for kept in (self.tokens, self.statistics, self._logits, self._probs, self._likeliest):
@@ -176,14 +219,17 @@ class HostChain:
                 kept.pop()
 
     def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary. `reason` says why it ended."""
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
+        `reason` says why it ended."""
         if not self.tokens:
             return Draft(stop_reason=reason)
         vocab_size = self._setup.vocab_size
         entropies, top_probs = zip(*self.statistics, strict=True)
         return Draft.chain(
             self.tokens,
-            probs=token_sampling.pad_probs(torch.stack(self._probs), vocab_size) if self._probs else None,
+            probs=token_sampling.pad_probs(torch.stack(self._probs), vocab_size)
+            if self._probs
+            else None,
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,
@@ -192,21 +238,24 @@ class HostChain:
 
 
 def further_candidates(top_prob: float) -> int:
-    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the largest probability at
-    temperature 1."""
+    """Returns the number of candidates that CaPE adds beside a drafted token. `top_prob` is the
+    largest probability at temperature 1."""
     return next((number for limit, number in _BY_TOP_PROB if top_prob <= limit), 1)
 
 
 def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
-    """Returns the chain with further candidates at each position: the likeliest tokens there besides the chain's own (CaPE).
+    """Returns the chain with further candidates at each position: the likeliest tokens there
+    besides the chain's own (CaPE).
 
-    `likeliest` has the most likely tokens at each position, likeliest first; -1 for none. The candidates come after all tokens of
-    the chain, so that `probs` still belong to the first nodes. Each candidate is a leaf, and a sibling of the chain's token at
-    its position.
+    `likeliest` has the most likely tokens at each position, likeliest first; -1 for none. The
+    candidates come after all tokens of the chain, so that `probs` still belong to the first nodes.
+    Each candidate is a leaf, and a sibling of the chain's token at its position.
     """
     tokens, origins = list(chain.tokens), list(range(len(chain.tokens)))
     for position, (top_prob, found) in enumerate(zip(chain.top_probs, likeliest, strict=True)):
-        others = [token for token in found if token not in (-1, chain.tokens[position])][: further_candidates(top_prob)]
+        others = [token for token in found if token not in (-1, chain.tokens[position])][
+            : further_candidates(top_prob)
+        ]
         tokens += others
         origins += [position] * len(others)
     return replace(
@@ -215,36 +264,49 @@ def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
         parents=[origin - 1 for origin in origins],
         entropies=[chain.entropies[origin] for origin in origins],
         top_probs=[chain.top_probs[origin] for origin in origins],
-        logits=None if chain.logits is None else chain.logits[upload(torch.tensor(origins), chain.logits.device)],
+        logits=None
+        if chain.logits is None
+        else chain.logits[upload(torch.tensor(origins), chain.logits.device)],
     )
 
 
 class TextDrafter:
-    """Drafts text with the draft model, and encodes it with the target's tokenizer (SLEM: Timor et al. 2025, arXiv 2502.05202,
-    Algorithm 2).
+    """Drafts text with the draft model, and encodes it with the target's tokenizer (SLEM: Timor et
+    al. 2025, arXiv 2502.05202, Algorithm 2).
 
-    For draft models with another tokenizer. The draft model always takes its likeliest token, and the length policy counts its
-    tokens. The target's tokens that the text is encoded to were not drawn from a distribution: a verifier accepts them where they
-    equal the target's argmax, or the token that the target draws. `target` and `draft` are the models' tokenizers.
+    For draft models with another tokenizer. The draft model always takes its likeliest token, and
+    the length policy counts its tokens. The target's tokens that the text is encoded to were not
+    drawn from a distribution: a verifier accepts them where they equal the target's argmax, or the
+    token that the target draws. `target` and `draft` are the models' tokenizers.
     """
 
     def __init__(self, setup: Setup, target: Tokenizer, draft: Tokenizer) -> None:
         runner = setup.draft
         assert runner is not None, "this drafter runs a model"
-        runner = getattr(runner, "own", runner)  # a runner that answers in the target's tokens has one in the draft's own
+        # a runner that answers in the target's tokens has one in the draft's own
+        runner = getattr(runner, "own", runner)
         ends = frozenset[int]() if draft.eos_id is None else frozenset({draft.eos_id})
-        own = replace(setup, draft=runner, sampling=SamplingParams(), eos_ids=ends, vocab_size=runner.vocab_size)
+        own = replace(
+            setup,
+            draft=runner,
+            sampling=SamplingParams(),
+            eos_ids=ends,
+            vocab_size=runner.vocab_size,
+        )
         self._drafter = ModelDrafter(replace(own, record=False))
         self._retokenized = RetokenizedContext(target, draft)
-        self._ends, self._num_embeddings = ends, runner.num_embeddings
-        self._eos_id = target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)
+        self._ends = ends
+        self._num_embeddings = runner.num_embeddings
+        self._eos_id = (
+            target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)
+        )
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """Drafts at most `limit` of the target's tokens.
 
-        The draft is empty if the drafted text has no tokens that continue the context, if the context has no text yet, or if the
-        draft model has no embedding for a token of the text.
+        The draft is empty if the drafted text has no tokens that continue the context, if the
+        context has no text yet, or if the draft model has no embedding for a token of the text.
         """
         if limit < 1:
             return Draft()
@@ -255,8 +317,14 @@ class TextDrafter:
         draft = self._drafter.propose(texts.context, policy, _PIECES * limit, texts.tail)
         drafted = [token for token in draft.tokens if token not in self._ends]
         tokens = texts.target_tokens(texts.text_after(drafted)) if drafted else []
-        if len(drafted) < len(draft.tokens) and self._eos_id is not None and (tokens or not drafted):
+        if (
+            len(drafted) < len(draft.tokens)
+            and self._eos_id is not None
+            and (tokens or not drafted)
+        ):
             tokens.append(self._eos_id)
         if not tokens:
             return Draft(stop_reason=draft.stop_reason)
-        return Draft.chain(tokens[:limit], stop_reason="length" if len(tokens) > limit else draft.stop_reason)
+        return Draft.chain(
+            tokens[:limit], stop_reason="length" if len(tokens) > limit else draft.stop_reason
+        )

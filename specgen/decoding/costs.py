@@ -1,7 +1,8 @@
-"""The cost model: the times of rounds and of forward passes, and the expected speedup. Imports no torch.
+"""The cost model: the times of rounds and of forward passes, and the expected speedup. Imports no
+torch.
 
-A round is one draft with the target pass that verifies it. Times are in seconds. Everywhere, c is the time of one target pass
-divided by the time of one draft pass.
+A round is one draft with the target pass that verifies it. Times are in seconds. Everywhere, c is
+the time of one target pass divided by the time of one draft pass.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WIDTHS = tuple(range(1, 17))  # tokens per timed target pass: drafts of up to 15 tokens
-ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # per-token acceptance probabilities that reports list
+# per-token acceptance probabilities that reports list
+ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds as a function of the number of tokens, from measured `points` (number of tokens: seconds).
+    """Seconds as a function of the number of tokens, from measured `points` (number of tokens:
+    seconds).
 
-    It is linear between neighbouring points. Outside the measured range, the line through the nearest two points is continued.
+    It is linear between neighbouring points. Outside the measured range, the line through the
+    nearest two points is continued.
     """
 
     points: Mapping[int, float]
-    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # what `at` has returned
+    # what `at` has returned
+    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def at(self, tokens: int) -> float:
         if (seconds := self._found.get(tokens)) is None:
@@ -38,7 +43,8 @@ class Curve:
         if len(known) == 1:
             return self.points[known[0]]
         position = min(max(bisect(known, tokens), 1), len(known) - 1)
-        left, right = known[position - 1], known[position]
+        left = known[position - 1]
+        right = known[position]
         slope = (self.points[right] - self.points[left]) / (right - left)
         return max(0.0, self.points[left] + slope * (tokens - left))
 
@@ -47,8 +53,8 @@ class Curve:
 class CostTable:
     """Seconds as a function of the number of tokens and of the context length.
 
-    `curves` has one or two measured curves by context length. Between and beyond the two, seconds are linear in the context
-    length; with one curve they do not depend on it.
+    `curves` has one or two measured curves by context length. Between and beyond the two, seconds
+    are linear in the context length; with one curve they do not depend on it.
     """
 
     curves: Mapping[int, Curve]
@@ -56,8 +62,11 @@ class CostTable:
     def at(self, tokens: int, context_length: int) -> float:
         if len(self.curves) == 1:
             return next(iter(self.curves.values())).at(tokens)
-        found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(context_length)
-        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))  # bounds the extrapolation
+        found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(
+            context_length
+        )
+        # bounds the extrapolation
+        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))
 
     def times(self, factor: float) -> CostTable:
         curves = {
@@ -74,9 +83,10 @@ class CostTable:
 class RoundCosts:
     """The seconds that one round of a method takes.
 
-    `draft_cost` depends on the number of drafted tokens (for a tree, on its number of levels). `verification_cost` depends on the
-    number of tokens of the target pass, and includes sampling and other work. `signal_cost` is added per drafted token if the
-    length policy reads signals (numbers about a drafted token, such as entropy). In PEARL both models run at the same time: a
+    `draft_cost` depends on the number of drafted tokens (for a tree, on its number of levels).
+    `verification_cost` depends on the number of tokens of the target pass, and includes sampling
+    and other work. `signal_cost` is added per drafted token if the length policy reads signals
+    (numbers about a drafted token, such as entropy). In PEARL both models run at the same time: a
     round takes the larger of draft cost and verification cost, plus `synchronisation_overhead`.
     """
 
@@ -87,7 +97,8 @@ class RoundCosts:
 
     @classmethod
     def of_dict(cls, saved: Mapping[str, Any]) -> RoundCosts:
-        """Returns the costs that `as_dict` wrote. Keys may be strings, as JSON makes them, and `together` may be missing (0).
+        """Returns the costs that `as_dict` wrote. Keys may be strings, as JSON makes them, and
+        `together` may be missing (0).
 
         Raises ValueError if the costs are not valid.
         """
@@ -95,28 +106,39 @@ class RoundCosts:
             tables = [
                 CostTable(
                     {
-                        int(length): Curve({int(tokens): float(seconds) for tokens, seconds in curve.items()})
+                        int(length): Curve(
+                            {int(tokens): float(seconds) for tokens, seconds in curve.items()}
+                        )
                         for length, curve in saved[name].items()
                     }
                 )
                 for name in ("drafting", "judging")
             ]
-            costs = cls(tables[0], tables[1], float(saved["looking"]), float(saved.get("together", 0.0)))
+            costs = cls(
+                tables[0], tables[1], float(saved["looking"]), float(saved.get("together", 0.0))
+            )
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError("the costs of a round have another form") from error
         curves = [curve.points for table in tables for curve in table.curves.values()]
         if not all(table.curves for table in tables) or not all(curves):
             raise ValueError("costs of a round are missing")
         numbers = [seconds for points in curves for seconds in points.values()]
-        is_valid = all(0 <= seconds < math.inf for seconds in (*numbers, costs.signal_cost, costs.synchronisation_overhead))
-        if not is_valid or any(costs.verification_cost.at(1, length) <= 0 for length in tables[1].curves):
+        is_valid = all(
+            0 <= seconds < math.inf
+            for seconds in (*numbers, costs.signal_cost, costs.synchronisation_overhead)
+        )
+        if not is_valid or any(
+            costs.verification_cost.at(1, length) <= 0 for length in tables[1].curves
+        ):
             raise ValueError("costs of a round are not positive")
         return costs
 
     def times(self, factor: float) -> RoundCosts:
         """Returns these costs multiplied by `factor`."""
         tables = self.draft_cost.times(factor), self.verification_cost.times(factor)
-        return RoundCosts(*tables, self.signal_cost * factor, self.synchronisation_overhead * factor)
+        return RoundCosts(
+            *tables, self.signal_cost * factor, self.synchronisation_overhead * factor
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the costs under the keys that `profile.yaml` and `tune --json` use."""
@@ -130,11 +152,13 @@ class RoundCosts:
 
 @dataclass(frozen=True, slots=True)
 class SpeedupModel:
-    """Computes the expected speedup over plain decoding of drafting k tokens per round, from the times of forward passes.
+    """Computes the expected speedup over plain decoding of drafting k tokens per round, from the
+    times of forward passes.
 
-    `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among the keys. `draft_seconds` is
-    the time of one draft pass (0: there is no draft model). A draft of k tokens takes k draft passes, or one if `drafts_blocks`.
-    `context_length` is the number of tokens in the caches during these passes.
+    `target_seconds` maps a number of tokens to the seconds of a target pass over them; 1 is among
+    the keys. `draft_seconds` is the time of one draft pass (0: there is no draft model). A draft of
+    k tokens takes k draft passes, or one if `drafts_blocks`. `context_length` is the number of
+    tokens in the caches during these passes.
     """
 
     target_seconds: Mapping[int, float]
@@ -144,14 +168,17 @@ class SpeedupModel:
 
     @property
     def draft_lengths(self) -> list[int]:
-        """The draft lengths k for which the target pass that verifies them, over k + 1 tokens, was timed."""
+        """The draft lengths k for which the target pass that verifies them, over k + 1 tokens, was
+        timed."""
         return [width - 1 for width in sorted(self.target_seconds) if width > 1]
 
     def break_even_acceptance(self, k: int) -> float | None:
-        """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k tokens beat plain decoding.
+        """Returns the lowest acceptance rate (accepted / drafted tokens) with which drafts of k
+        tokens beat plain decoding.
 
-        A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens. None: no rate is high enough.
-        A pass over k + 1 tokens counts as no shorter than one over a single token: only noise in the times makes it so.
+        A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens.
+        None: no rate is high enough. A pass over k + 1 tokens counts as no shorter than one over a
+        single token: only noise in the times makes it so.
         """
         single = self.target_seconds[1]
         more = max(0.0, self.target_seconds[k + 1] - single)
@@ -164,27 +191,38 @@ class SpeedupModel:
         return self.draft_seconds / self.target_seconds[1]
 
     def speedup(self, k: int, acceptance: float) -> float:
-        """Returns the speedup of drafting k tokens if each is accepted with probability `acceptance`, independently."""
-        return _tokens(k, acceptance) * self.target_seconds[1] / (self._drafting(k) + self.target_seconds[k + 1])
+        """Returns the speedup of drafting k tokens if each is accepted with probability
+        `acceptance`, independently."""
+        return (
+            _tokens(k, acceptance)
+            * self.target_seconds[1]
+            / (self._drafting(k) + self.target_seconds[k + 1])
+        )
 
     def _drafting(self, k: int) -> float:
         return (1 if self.drafts_blocks else k) * self.draft_seconds
 
     def best(self, acceptance: float) -> tuple[int, float]:
-        """Returns (k, speedup) of the draft length k with the largest speedup at this acceptance probability."""
-        return max(((k, self.speedup(k, acceptance)) for k in self.draft_lengths), key=lambda found: found[1])
+        """Returns (k, speedup) of the draft length k with the largest speedup at this acceptance
+        probability."""
+        return max(
+            ((k, self.speedup(k, acceptance)) for k in self.draft_lengths),
+            key=lambda found: found[1],
+        )
 
 
 def _tokens(k: int, acceptance: float) -> float:
-    """Returns the expected new tokens of a round that drafts k tokens: 1 + a + ... + a^k (Leviathan et al. 2023, Eq. 1)."""
+    """Returns the expected new tokens of a round that drafts k tokens: 1 + a + ... + a^k (Leviathan
+    et al. 2023, Eq. 1)."""
     return sum(acceptance**position for position in range(k + 1))
 
 
 def eesd_speedup(acceptance_rate: float, draft_share: float, cost_ratio: float) -> float | None:
-    """Returns the expected speedup over plain decoding by EESD Eq. 14; None if no drafted token was accepted.
+    """Returns the expected speedup over plain decoding by EESD Eq. 14; None if no drafted token was
+    accepted.
 
-    `acceptance_rate` is accepted / drafted tokens, `draft_share` accepted / generated tokens, and `cost_ratio` is c, the time of
-    a target pass / the time of a draft pass.
+    `acceptance_rate` is accepted / drafted tokens, `draft_share` accepted / generated tokens, and
+    `cost_ratio` is c, the time of a target pass / the time of a draft pass.
     """
     divisor = (1 / cost_ratio - acceptance_rate) * draft_share + acceptance_rate
     return acceptance_rate / divisor if acceptance_rate and divisor > 0 else None

@@ -1,5 +1,5 @@
-"""Chains whose tokens are chosen on a GPU, one after the other. The host reads the tokens at the end of a draft, not one by
-one."""
+"""Chains whose tokens are chosen on a GPU, one after the other. The host reads the tokens at the
+end of a draft, not one by one."""
 
 from __future__ import annotations
 
@@ -20,23 +20,29 @@ _ROWS = 16  # tokens; the host reads them before more are chosen
 
 
 class DeviceChooser:
-    """Chooses tokens on the device, and keeps them there for the host to read. Implements `graphs.TokenChooser`.
+    """Chooses tokens on the device, and keeps them there for the host to read. Implements
+    `graphs.TokenChooser`.
 
-    Logits from column `vocab_size` on are ignored. A row of `table` [rows, 3] has a chosen token, and the entropy (nats) and
-    largest probability of its distribution; the same row of `drawn_from` [rows, vocabulary] has the distribution it was drawn
-    from (None in greedy decoding). `row` [1] is the row for the next token. `point` [1, 1] is a random number in [0, 1) that
-    decides which token is drawn; the caller writes a new one before each token, since a replayed CUDA graph cannot draw random
-    numbers alone.
+    Logits from column `vocab_size` on are ignored. A row of `table` [rows, 3] has a chosen token,
+    and the entropy (nats) and largest probability of its distribution; the same row of `drawn_from`
+    [rows, vocabulary] has the distribution it was drawn from (None in greedy decoding). `row` [1]
+    is the row for the next token. `point` [1, 1] is a random number in [0, 1) that decides which
+    token is drawn; the caller writes a new one before each token, since a replayed CUDA graph
+    cannot draw random numbers alone.
     """
 
     def __init__(self, sampling: SamplingParams, vocab_size: int, device: torch.device) -> None:
-        self._sampling, self._vocab_size = sampling, vocab_size
+        self._sampling = sampling
+        self._vocab_size = vocab_size
         with torch.inference_mode(False):
             self.token = torch.zeros(1, dtype=torch.int64, device=device)
             self.row = torch.zeros(1, dtype=torch.int64, device=device)
             self.point = torch.zeros(1, 1, dtype=torch.float64, device=device)
-            self.table = torch.zeros(_ROWS, 3, dtype=torch.float64, device=device)  # exact for tokens
-            self.drawn_from = None if sampling.greedy else torch.zeros(_ROWS, vocab_size, device=device)
+            # exact for tokens
+            self.table = torch.zeros(_ROWS, 3, dtype=torch.float64, device=device)
+            self.drawn_from = (
+                None if sampling.greedy else torch.zeros(_ROWS, vocab_size, device=device)
+            )
         self.state: Sequence[torch.Tensor] = [self.row]
 
     def __call__(self, logits: torch.Tensor) -> None:
@@ -48,19 +54,29 @@ class DeviceChooser:
             token = token_sampling.draw_at(probs, self.point)
             self.drawn_from.index_copy_(0, self.row, probs)
         entropy, top_prob = token_sampling.entropy_and_top_prob(logits)
-        self.table.index_copy_(0, self.row, torch.stack([token.double(), entropy.double(), top_prob.double()], dim=1))
+        self.table.index_copy_(
+            0, self.row, torch.stack([token.double(), entropy.double(), top_prob.double()], dim=1)
+        )
         self.row.add_(1)
-        self.token.copy_(token.clamp_min(0))  # -1, after logits with a NaN, is no token that can be run
+        # -1, after logits with a NaN, is no token that can be run
+        self.token.copy_(token.clamp_min(0))
 
 
 class DeviceChain:
-    """A draft that grows token by token on a GPU, after the context and after `unverified`, which are tokens drafted earlier.
+    """A draft that grows token by token on a GPU, after the context and after `unverified`, which
+    are tokens drafted earlier.
 
-    The host reads the tokens when the draft ends, and during the draft whenever the table for unread tokens is full.
+    The host reads the tokens when the draft ends, and during the draft whenever the table for
+    unread tokens is full.
     """
 
     def __init__(
-        self, runner: ModelRunner, setup: Setup, generator: torch.Generator, context: Context, unverified: Sequence[int]
+        self,
+        runner: ModelRunner,
+        setup: Setup,
+        generator: torch.Generator,
+        context: Context,
+        unverified: Sequence[int],
     ) -> None:
         sampling = SamplingParams(**setup.sampling.warping)
         width = min(runner.vocab_size, setup.vocab_size)
@@ -71,15 +87,19 @@ class DeviceChain:
         self._setup = setup
         self._chooser = chooser
         self._generator = generator
-        self._context, self._unverified = context, list(unverified)
+        self._context = context
+        self._unverified = list(unverified)
         self._read_rows: list[list[float]] = []  # token, entropy and top probability
         self._probs: list[torch.Tensor] = []
-        self._unread = self._count = 0  # tokens chosen that the host has not read; all tokens chosen
+        # tokens chosen that the host has not read; all tokens chosen
+        self._unread = self._count = 0
 
     def append(self, position: int) -> DraftedToken:
-        """Starts the choice of the draft's next token on the device, greedy or sampled as the run is, and does not wait for it.
+        """Starts the choice of the draft's next token on the device, greedy or sampled as the run
+        is, and does not wait for it.
 
-        `position` in the draft counts from 1. The returned token has neither an id nor signals: `draft` reads the ids later.
+        `position` in the draft counts from 1. The returned token has neither an id nor signals:
+        `draft` reads the ids later.
         """
         if self._unread in (0, _ROWS):
             self._read()
@@ -94,19 +114,26 @@ class DeviceChain:
     def draft(self, reason: str) -> Draft:
         """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
 
-        If the draft has an end-of-sequence token, it is cut after the first one, with the reason `eos`; otherwise `reason` says
-        why it ended. Raises RunError if logits held a NaN.
+        If the draft has an end-of-sequence token, it is cut after the first one, with the reason
+        `eos`; otherwise `reason` says why it ended. Raises RunError if logits held a NaN.
         """
         if self._count == 0:
             return Draft(stop_reason=reason)
         self._read()
-        tokens = [token_sampling.valid_token(int(token), "draft") for token, _, _ in self._read_rows]
+        tokens = [
+            token_sampling.valid_token(int(token), "draft") for token, _, _ in self._read_rows
+        ]
         self._runner.count_chosen([*self._unverified, *tokens[:-1]])
-        end = next((position for position, token in enumerate(tokens, 1) if token in self._setup.eos_ids), None)
+        end = next(
+            (position for position, token in enumerate(tokens, 1) if token in self._setup.eos_ids),
+            None,
+        )
         kept = self._read_rows[:end]
         probs = None
         if self._probs:
-            probs = token_sampling.pad_probs(torch.cat(self._probs)[: len(kept)], self._setup.vocab_size)
+            probs = token_sampling.pad_probs(
+                torch.cat(self._probs)[: len(kept)], self._setup.vocab_size
+            )
         return Draft.chain(
             tokens[:end],
             probs=probs,
@@ -116,7 +143,8 @@ class DeviceChain:
         )
 
     def _read(self) -> None:
-        """Reads the tokens that the host has not read yet, in one transfer. Raises RunError if their logits hold a NaN."""
+        """Reads the tokens that the host has not read yet, in one transfer. Raises RunError if
+        their logits hold a NaN."""
         rows = self._chooser.table[: self._unread].tolist()
         if any(math.isnan(entropy) for _, entropy, _ in rows):
             raise nan_logits("draft")

@@ -1,4 +1,5 @@
-"""Drafters propose tokens. A draft ends at a limit, at an end-of-sequence token, or when the length policy ends it."""
+"""Drafters propose tokens. A draft ends at a limit, at an end-of-sequence token, or when the length
+policy ends it."""
 
 from __future__ import annotations
 
@@ -22,30 +23,32 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import AcceptancePredictor, DraftRunner, TargetRunner
 
 Scores = Callable[[torch.Tensor, int], torch.Tensor]
-NO_CANDIDATES = "no candidates"  # the reason why a draft ended, if penalties forbid all tokens that the draft model has
+# the reason why a draft ended, if penalties forbid all tokens that the draft model has
+NO_CANDIDATES = "no candidates"
 
 
 class Drafter(Protocol):
     """Proposes tokens to follow a context."""
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end the draft earlier.
+        """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end
+        the draft earlier.
 
         The draft is empty if there is nothing to propose or `limit` is 0.
         """
 
 
 class LearningDrafter(Drafter, ABC):
-    """A drafter that learns from the target's logits. Works with the schedule `sequential` only, because no other calls
-    `learn`."""
+    """A drafter that learns from the target's logits. Works with the schedule `sequential` only,
+    because no other calls `learn`."""
 
     @abstractmethod
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         """Learns from the target's pass over `draft`, the last draft that this drafter proposed.
 
-        `output` has the target's logits after the context (row 0) and after each node i of the draft (row i + 1), also after the
-        nodes that are not verified. It is valid only during the call. Called after verification, before accepted tokens join the
-        context.
+        `output` has the target's logits after the context (row 0) and after each node i of the
+        draft (row i + 1), also after the nodes that are not verified. It is valid only during the
+        call. Called after verification, before accepted tokens join the context.
         """
 
 
@@ -57,7 +60,8 @@ class NoDrafter:
 
 
 class UnrelatedDrafter:
-    """Drafts the next of `tokens`, in a cycle, whatever the context. For measuring the target's passes: drafting takes no time.
+    """Drafts the next of `tokens`, in a cycle, whatever the context. For measuring the target's
+    passes: drafting takes no time.
 
     The policy has to be a `LengthSweep`, which sets the number of tokens.
     """
@@ -70,9 +74,11 @@ class UnrelatedDrafter:
 
 
 def derive_seed(seed: int, role: str) -> int:
-    """Returns a seed that depends on `seed` and `role` alone. Seeds for different roles are independent of each other.
+    """Returns a seed that depends on `seed` and `role` alone. Seeds for different roles are
+    independent of each other.
 
-    A role names one use of random numbers: `draft`, `target` or `policy` in a run, or a prompt and its repeat in a comparison.
+    A role names one use of random numbers: `draft`, `target` or `policy` in a run, or a prompt and
+    its repeat in a comparison.
     """
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
@@ -84,7 +90,12 @@ class Verifying(Protocol):
     def device(self) -> torch.device: ...
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
         """Returns the target's logits; see `DraftRunner.logits`."""
         ...
@@ -96,12 +107,14 @@ class Verifying(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The models and parameters from which the drafter, the verifier and the schedule of one run (one output) are made.
+    """The models and parameters from which the drafter, the verifier and the schedule of one run
+    (one output) are made.
 
-    `draft` runs the draft model or the part of the target that drafts; None if none does in this process. `target` is None only
-    in a draft worker. `vocab_size` is the width of the target's logits. All random numbers derive from `seed`. `record`: drafts
-    keep their logits, so that both models' distributions can be compared. `capacity` is the number of tokens to allocate KV
-    caches for. `acceptance_predictor` comes with a trained part; None without one.
+    `draft` runs the draft model or the part of the target that drafts; None if none does in this
+    process. `target` is None only in a draft worker. `vocab_size` is the width of the target's
+    logits. All random numbers derive from `seed`. `record`: drafts keep their logits, so that both
+    models' distributions can be compared. `capacity` is the number of tokens to allocate KV caches
+    for. `acceptance_predictor` comes with a trained part; None without one.
     """
 
     draft: DraftRunner | None
@@ -116,8 +129,8 @@ class Setup:
 
     @property
     def for_verifier(self) -> tuple[SamplingParams, torch.device, int]:
-        """What a verifier is made with: the sampling parameters, the target's device, and a seed for the verifier's random
-        numbers."""
+        """What a verifier is made with: the sampling parameters, the target's device, and a seed
+        for the verifier's random numbers."""
         assert self.target is not None
         return self.sampling, self.target.device, derive_seed(self.seed, "target")
 
@@ -130,37 +143,43 @@ class Setup:
 class DraftModelUser:
     """Base of all drafters that run a draft model (or part of the target as one).
 
-    `depth` is the largest number of tokens in a draft (of levels, for a tree), which the length policy may end earlier. None: no
-    such limit.
+    `depth` is the largest number of tokens in a draft (of levels, for a tree), which the length
+    policy may end earlier. None: no such limit.
     """
 
     def __init__(self, setup: Setup, *, depth: int | None = None) -> None:
         assert setup.draft is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.draft
-        self._setup, self._depth, self._longest = setup, depth, longest_draft(setup.draft)
+        self._setup = setup
+        self._depth = depth
+        self._longest = longest_draft(setup.draft)
         self._sampling = setup.sampling
         self._eos_ids = setup.eos_ids
         self._vocab_size = setup.vocab_size
-        self._generator = token_sampling.make_generator(setup.draft.device, derive_seed(setup.seed, "draft"))
+        self._generator = token_sampling.make_generator(
+            setup.draft.device, derive_seed(setup.seed, "draft")
+        )
 
     def _room(self, context: Context, limit: int) -> int:
-        """The number of tokens, at most `limit` and the drafter's depth, that the draft model can draft after the context.
+        """The number of tokens, at most `limit` and the drafter's depth, that the draft model can
+        draft after the context.
 
-        0 if the context holds a token that the draft model's vocabulary lacks; may be negative if the context is too long.
+        0 if the context holds a token that the draft model's vocabulary lacks; may be negative if
+        the context is too long.
         """
         bounds = limit, room(self._runner, context), self._depth, self._longest
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
-        """Returns the reason why a draft ended: `reason`, or `depth N` in place of `length` if the drafter's depth was the
-        limit."""
+        """Returns the reason why a draft ended: `reason`, or `depth N` in place of `length` if the
+        drafter's depth was the limit."""
         return f"depth {levels}" if reason == "length" and levels == self._depth else reason
 
     def _scores(self, policy: LengthPolicy, context: Context) -> Scores | None:
         """Returns the acceptance predictor's function `score` for a draft after the context.
 
-        None without a predictor, or if the policy does not read its scores. The time that the predictor takes is added to
-        `policy.seconds`; on a GPU, the time to start its kernels.
+        None without a predictor, or if the policy does not read its scores. The time that the
+        predictor takes is added to `policy.seconds`; on a GPU, the time to start its kernels.
         """
         predictor = self._setup.acceptance_predictor
         if predictor is None or "predicted_acceptance" not in policy.signals:

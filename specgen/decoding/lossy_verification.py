@@ -1,4 +1,5 @@
-"""Verifiers that are not lossless: MTAD's joint likelihoods (section 3.2), BiLD's rollback and FLy's loose match."""
+"""Verifiers that are not lossless: MTAD's joint likelihoods (section 3.2), BiLD's rollback and
+FLy's loose match."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
 
 class JointLikelihoodVerifier:
-    """Accepts the longest prefix with min(1, P_j / Q_j) > tau; the target then chooses the next token (MTAD, section 3.2).
+    """Accepts the longest prefix with min(1, P_j / Q_j) > tau; the target then chooses the next
+    token (MTAD, section 3.2).
 
-    P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, after temperature, top-k and top-p (at
-    temperature 1 in greedy decoding). A longer prefix may pass where a shorter one fails, unless a token has likelihood 0.
-    Only for chains with `log_likelihoods`. Not lossless: the output is likelier under the target than samples of the target.
+    P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, after
+    temperature, top-k and top-p (at temperature 1 in greedy decoding). A longer prefix may pass
+    where a shorter one fails, unless a token has likelihood 0. Only for chains with
+    `log_likelihoods`. Not lossless: the output is likelier under the target than samples of the
+    target.
     """
 
     def __init__(self, setup: Setup, *, tau: float) -> None:
@@ -40,24 +44,29 @@ class JointLikelihoodVerifier:
     def _longest(self, draft: Draft, logits: torch.Tensor) -> torch.Tensor:
         """Returns the length of the longest prefix that passes the test, as a scalar on the device.
 
-        `logits` [tokens, vocabulary] are the target's, from which it would choose each of the draft's tokens.
+        `logits` [tokens, vocabulary] are the target's, from which it would choose each of the
+        draft's tokens.
         """
-        length, device = len(draft.tokens), logits.device
+        length = len(draft.tokens)
+        device = logits.device
         if not length:
             return torch.zeros((), dtype=torch.long, device=device)
         tokens = upload(torch.tensor(draft.tokens), device)
         target_probs = token_sampling.warp(logits, self._warping)
         target_joint = target_probs.gather(1, tokens[:, None])[:, 0].log().cumsum(dim=0)
         draft_joint = upload(torch.tensor(draft.log_likelihoods), device)
-        passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau  # false for NaN, and for -inf whatever tau is
+        # false for NaN, and for -inf whatever tau is
+        passes = (target_joint - draft_joint).clamp_max(0) > self._log_tau
         return (passes * torch.arange(1, length + 1, device=device)).amax()
 
 
 class BildVerifier:
-    """Rejects the first token with -ln p > `rollback` (nats) that is not the target's likeliest, and all tokens after it.
+    """Rejects the first token with -ln p > `rollback` (nats) that is not the target's likeliest,
+    and all tokens after it.
 
-    p is the token's probability under the target at temperature 1. The target then chooses the next token from its own
-    distribution (after temperature, top-k and top-p), not from a residual. Not lossless. Chains only.
+    p is the token's probability under the target at temperature 1. The target then chooses the next
+    token from its own distribution (after temperature, top-k and top-p), not from a residual. Not
+    lossless. Chains only.
     """
 
     def __init__(self, setup: Setup, *, rollback: float) -> None:
@@ -69,17 +78,19 @@ class BildVerifier:
         tokens = upload(torch.tensor(draft.tokens, dtype=torch.long), output.logits.device)
         logits = output.logits[: len(draft.tokens)].float()
         log_probs = logits.log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
-        accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)  # false for NaN
+        # false for NaN
+        accepted = (log_probs >= -self._rollback) | (logits.argmax(dim=-1) == tokens)
         count = accepted.long().cumprod(dim=0).sum()
         return accept_prefix(draft, output, count, self._sampling, self._generator)
 
 
 class FlyVerifier:
-    """Accepts a token that is not the target's argmax if the text continues as before (FLy, arXiv 2511.22972). Greedy chains.
+    """Accepts a token that is not the target's argmax if the text continues as before (FLy, arXiv
+    2511.22972). Greedy chains.
 
-    Such a token i of n is accepted if the next `window` - 1 drafted tokens are the target's argmax after it, i < n - `window`,
-    and the target was unsure there: -sum p ln p over its three likeliest tokens (nats, temperature 1) is at least `entropy`. Not
-    lossless.
+    Such a token i of n is accepted if the next `window` - 1 drafted tokens are the target's argmax
+    after it, i < n - `window`, and the target was unsure there: -sum p ln p over its three
+    likeliest tokens (nats, temperature 1) is at least `entropy`. Not lossless.
     """
 
     def __init__(self, setup: Setup, *, window: int, entropy: float) -> None:

@@ -1,5 +1,5 @@
-"""Trees of the likeliest paths over independent rows: Medusa's fixed one (Cai et al. 2024, sections 2.1.2 and 2.3.3), and those
-that each round's probabilities ask for (best first, as DDTree)."""
+"""Trees of the likeliest paths over independent rows: Medusa's fixed one (Cai et al. 2024, sections
+2.1.2 and 2.3.3), and those that each round's probabilities ask for (best first, as DDTree)."""
 
 from __future__ import annotations
 
@@ -18,48 +18,61 @@ from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, ex
 from specgen.decoding.tree import Tree
 from specgen.engine.devices import inference
 
-RankPath = tuple[int, ...]  # a node of the tree: entry m is the rank (0: likeliest) among head m's predictions
+# a node of the tree: entry m is the rank (0: likeliest) among head m's predictions
+RankPath = tuple[int, ...]
 
 DEFAULT_HEADS = 4
 _DEFAULT_RANKS = 10
-# The paper says that the first head's likeliest token is right in about 60 % of cases, and one of its 5 likeliest in over 80 %
-# (2.1.2): with accuracies that fall as a power of the rank, the power is 2.35. Later heads: 0.7 times the accuracy of the one
-# before, with which a chain of four tokens gets as many accepted as in EESD's Table 9 (0.8 to 1.0 a pass).
-_FIRST_ACCURACY, _NEXT_HEAD, _RANK_POWER = 0.6, 0.7, 2.35
+# The paper says that the first head's likeliest token is right in about 60 % of cases, and one of
+# its 5 likeliest in over 80 % (2.1.2): with accuracies that fall as a power of the rank, the power
+# is 2.35. Later heads: 0.7 times the accuracy of the one before, with which a chain of four tokens
+# gets as many accepted as in EESD's Table 9 (0.8 to 1.0 a pass).
+_FIRST_ACCURACY = 0.6
+_NEXT_HEAD = 0.7
+_RANK_POWER = 2.35
 
 
 def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
-    """Returns for each head and rank how often the token of this rank is assumed to be right. For heads without measured
-    accuracies."""
+    """Returns for each head and rank how often the token of this rank is assumed to be right. For
+    heads without measured accuracies."""
     return [
-        [_FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER for rank in range(_DEFAULT_RANKS)]
+        [
+            _FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER
+            for rank in range(_DEFAULT_RANKS)
+        ]
         for head in range(heads)
     ]
 
 
 def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> list[RankPath]:
-    """Returns the `nodes` rank paths that are likeliest to be right, level by level. The parent of each path is among them.
+    """Returns the `nodes` rank paths that are likeliest to be right, level by level. The parent of
+    each path is among them.
 
-    `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value is the product of its ranks'
-    accuracies. Of equal values the shorter path comes first, then the one of lower ranks.
+    `rank_accuracies[m][r]` is the share of tokens that head m predicts with rank r. A path's value
+    is the product of its ranks' accuracies. Of equal values the shorter path comes first, then the
+    one of lower ranks.
     """
-    ranked = [sorted(enumerate(row), key=lambda each: -each[1]) for row in rank_accuracies]  # stable
+    # stable
+    ranked = [sorted(enumerate(row), key=lambda each: -each[1]) for row in rank_accuracies]
     chosen: list[RankPath] = []
-    candidates: list[tuple[float, int, RankPath, int, float]] = []  # -value, length, path, its place in the order, -parent's
+    # -value, length, path, its place in the order, -parent's
+    candidates: list[tuple[float, int, RankPath, int, float]] = []
 
     def push(
         parent: float,
         path: RankPath,
         place: int,
     ) -> None:
-        """Adds the path's continuation that is at this place in the order of its level, if there is one."""
+        """Adds the path's continuation that is at this place in the order of its level, if there is
+        one."""
         level = len(path)
         if level < len(ranked) and place < len(ranked[level]):
             rank, value = ranked[level][place]
             heappush(candidates, (parent * value, level + 1, (*path, rank), place, parent))
 
     push(-1.0, (), 0)
-    while candidates and len(chosen) < nodes:  # a path's value is at most its parent's and its likelier sibling's
+    # a path's value is at most its parent's and its likelier sibling's
+    while candidates and len(chosen) < nodes:
         negative, _, path, place, parent = heappop(candidates)
         chosen.append(path)
         push(parent, path[:-1], place + 1)
@@ -68,20 +81,28 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
 
 
 def _by_level(paths: Sequence[RankPath]) -> list[list[RankPath]]:
-    return [[path for path in paths if len(path) == depth] for depth in range(1, 1 + max(map(len, paths), default=0))]
+    return [
+        [path for path in paths if len(path) == depth]
+        for depth in range(1, 1 + max(map(len, paths), default=0))
+    ]
 
 
 class MarginalTreeDrafter(DraftModelUser):
-    """Drafts a tree from rows that do not depend on each other: the node of a rank path is the token of its last rank.
+    """Drafts a tree from rows that do not depend on each other: the node of a rank path is the
+    token of its last rank.
 
-    The tree has the `nodes` paths of highest value, the product of what each rank is worth: the row's probability of its token at
-    temperature 1 (DDTree), or where `is_fixed`, the share of its tokens that were right in training (Medusa; `rank_accuracies` of
-    the runner, or `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the target samples.
-    The paths are chosen among those that are no longer than the length policy allows at most. The policy sees the likeliest token
-    of each level, and may leave the further levels out. With penalties, all nodes of a level have those of the likeliest path.
+    The tree has the `nodes` paths of highest value, the product of what each rank is worth: the
+    row's probability of its token at temperature 1 (DDTree), or where `is_fixed`, the share of its
+    tokens that were right in training (Medusa; `rank_accuracies` of the runner, or
+    `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the
+    target samples. The paths are chosen among those that are no longer than the length policy
+    allows at most. The policy sees the likeliest token of each level, and may leave the further
+    levels out. With penalties, all nodes of a level have those of the likeliest path.
     """
 
-    def __init__(self, setup: Setup, *, nodes: int, depth: int | None = None, is_fixed: bool = False) -> None:
+    def __init__(
+        self, setup: Setup, *, nodes: int, depth: int | None = None, is_fixed: bool = False
+    ) -> None:
         super().__init__(setup, depth=depth)
         self._nodes = nodes
         self._ranks = nodes
@@ -109,7 +130,8 @@ class MarginalTreeDrafter(DraftModelUser):
         tree = Tree()
         nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
         origins: list[_Head] = []  # the head that each node was chosen from
-        heads = self._read(context, [0] * (limit - 1), 0, policy.signals)  # without penalties, no token changes the logits
+        # without penalties, no token changes the logits
+        heads = self._read(context, [0] * (limit - 1), 0, policy.signals)
         levels = levels or _by_level(candidate_tree([head.probs for head in heads], self._nodes))
         limit = min(limit, max(len(levels), 1))
 
@@ -117,7 +139,8 @@ class MarginalTreeDrafter(DraftModelUser):
             if position > 1 and heads[0].is_penalised:
                 likeliest = [head.tokens[0] for head in heads[: position - 1]]
                 heads[position - 1 :] = self._read(context, likeliest, position - 1, policy.signals)
-            head, before = heads[position - 1], len(tree)
+            head = heads[position - 1]
+            before = len(tree)
             if not head.tokens:
                 return NO_CANDIDATES
             for path in levels[position - 1]:
@@ -139,7 +162,9 @@ class MarginalTreeDrafter(DraftModelUser):
             entropies=[head.signals["entropy"] for head in origins],
             top_probs=[head.signals["top_prob"] for head in origins],
             stop_reason=f"depth {limit}" if reason == "length" and limit == len(levels) else reason,
-            logits=torch.stack([head.logits for head in origins]) if origins and self._setup.record else None,
+            logits=torch.stack([head.logits for head in origins])
+            if origins and self._setup.record
+            else None,
         )
 
     def _read(
@@ -149,7 +174,8 @@ class MarginalTreeDrafter(DraftModelUser):
         start: int,
         names: Signals,
     ) -> list[_Head]:
-        """Returns the heads from number `start` on that predict the tokens after a chain, with one transfer to the host.
+        """Returns the heads from number `start` on that predict the tokens after a chain, with one
+        transfer to the host.
 
         `names` are the signals that the policy reads. Raises RunError if the logits hold a NaN.
         """
@@ -159,23 +185,41 @@ class MarginalTreeDrafter(DraftModelUser):
         ranks = min(self._ranks, logits.shape[1])
         values, tokens = logits.float().topk(ranks, dim=-1)
         possible = tokens.masked_fill(values == -torch.inf, -1)
-        computed = token_sampling.signals(names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised)
-        probs = values - logits.float().logsumexp(dim=-1, keepdim=True) if not self._accuracies else values
-        found = torch.cat((possible.float(), probs.exp(), torch.stack(list(computed.values()), dim=1)), dim=1)
+        computed = token_sampling.signals(
+            names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised
+        )
+        probs = (
+            values - logits.float().logsumexp(dim=-1, keepdim=True)
+            if not self._accuracies
+            else values
+        )
+        found = torch.cat(
+            (possible.float(), probs.exp(), torch.stack(list(computed.values()), dim=1)), dim=1
+        )
         heads = []
-        for row, kept in zip(found.tolist(), logits if unpenalised is None else unpenalised, strict=True):
+        for row, kept in zip(
+            found.tolist(), logits if unpenalised is None else unpenalised, strict=True
+        ):
             of_first = dict(zip(computed, row[2 * ranks :], strict=True))
             if math.isnan(of_first["entropy"]):
                 raise nan_logits("draft")
             likely = [int(token) for token in row[:ranks] if token >= 0]
             worth = row[ranks : ranks + len(likely)]
-            heads.append(_Head(likely, worth, of_first, kept.clone() if self._setup.record else kept, unpenalised is not None))
+            heads.append(
+                _Head(
+                    likely,
+                    worth,
+                    of_first,
+                    kept.clone() if self._setup.record else kept,
+                    unpenalised is not None,
+                )
+            )
         return heads
 
 
 class _Head(NamedTuple):
-    """A row's likeliest possible tokens, their probabilities unless the tree is fixed, the signals of the first by name, and the
-    logits [vocabulary] without penalties.
+    """A row's likeliest possible tokens, their probabilities unless the tree is fixed, the signals
+    of the first by name, and the logits [vocabulary] without penalties.
 
     The signals are those that the policy reads, and always entropy and top probability.
     """

@@ -1,4 +1,5 @@
-"""The drafts of SpecTr and SpecInfer, which are verified as one tree, and their rules of acceptance."""
+"""The drafts of SpecTr and SpecInfer, which are verified as one tree, and their rules of
+acceptance."""
 
 from __future__ import annotations
 
@@ -19,26 +20,33 @@ from specgen.engine.devices import inference, upload
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
 
-_BISECTIONS = 16  # halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1 %
+# halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1
+# %
+_BISECTIONS = 16
 
 
 class _Chain(NamedTuple):
-    """An unfinished chain: its last node (-1: the context) and its log-likelihood (nats; only for a policy with signals)."""
+    """An unfinished chain: its last node (-1: the context) and its log-likelihood (nats; only for a
+    policy with signals)."""
 
     node: int
     log_likelihood: float
 
 
 class MultiDraftDrafter(DraftModelUser):
-    """Draws several independent chains from the draft model and joins them in one tree, with one forward pass for each level.
+    """Draws several independent chains from the draft model and joins them in one tree, with one
+    forward pass for each level.
 
-    `drafts` is the number of chains. Chains with a common prefix share its nodes; the draft's `draws` lists each random draw by
-    its node. In greedy decoding the chains start with the likeliest distinct tokens, and each continues with the likeliest token.
+    `drafts` is the number of chains. Chains with a common prefix share its nodes; the draft's
+    `draws` lists each random draw by its node. In greedy decoding the chains start with the
+    likeliest distinct tokens, and each continues with the likeliest token.
 
-    The length policy sees one node of each level: the last token of the likeliest chain, by the joint probability of its tokens
-    in the distributions that they were drawn from. It decides after all tokens of the level are drawn, and all of them stay in
-    the tree. So, given the nodes that exist, each token of the next level is still an independent draw from its distribution, or
-    none of the level exists and the target draws the token: in both cases verification stays lossless, whatever the policy reads.
+    The length policy sees one node of each level: the last token of the likeliest chain, by the
+    joint probability of its tokens in the distributions that they were drawn from. It decides after
+    all tokens of the level are drawn, and all of them stay in the tree. So, given the nodes that
+    exist, each token of the next level is still an independent draw from its distribution, or none
+    of the level exists and the target draws the token: in both cases verification stays lossless,
+    whatever the policy reads.
     """
 
     def __init__(self, setup: Setup, *, drafts: int) -> None:
@@ -66,16 +74,19 @@ class MultiDraftDrafter(DraftModelUser):
 
         reason = extend_draft(policy, limit, extend)
         return tree.draft(
-            reason, draws=draws, probs=token_sampling.pad_probs(torch.cat(probs), self._vocab_size) if probs else None
+            reason,
+            draws=draws,
+            probs=token_sampling.pad_probs(torch.cat(probs), self._vocab_size) if probs else None,
         )
 
     def _level(
         self, tree: DraftTree, chains: list[_Chain], probs: list[torch.Tensor], read: Signals
     ) -> Mapping[str, float] | None:
-        """Extends each of the `chains` by one token, with one forward pass and one transfer to the host.
+        """Extends each of the `chains` by one token, with one forward pass and one transfer to the
+        host.
 
-        The distributions drawn from are appended to `probs`. Returns the signals in `read` of the likeliest chain's last token;
-        None where penalties forbid all tokens.
+        The distributions drawn from are appended to `probs`. Returns the signals in `read` of the
+        likeliest chain's last token; None where penalties forbid all tokens.
         """
         origins = list(dict.fromkeys(chain.node for chain in chains))
         logits = tree.next_logits(origins)
@@ -94,13 +105,19 @@ class MultiDraftDrafter(DraftModelUser):
         numbers = [chosen]
         signals: dict[str, torch.Tensor] = {}
         if read:
-            numbers.append((logits.float().softmax(dim=-1) if warped is None else warped)[rows, chosen])
+            numbers.append(
+                (logits.float().softmax(dim=-1) if warped is None else warped)[rows, chosen]
+            )
             signals = tree.signals(read, logits, rows, chosen, warped)
-        on_host = torch.stack([number.float() for number in (*numbers, *signals.values())], dim=1).tolist()
+        on_host = torch.stack(
+            [number.float() for number in (*numbers, *signals.values())], dim=1
+        ).tolist()
         before = len(tree)
         for number, (chain, (token, *own)) in enumerate(zip(chains, on_host, strict=True)):
             likelihood = math.log(own[0]) if own and own[0] > 0 else -math.inf
-            chains[number] = _Chain(tree.add(chain.node, int(token)), chain.log_likelihood + likelihood)
+            chains[number] = _Chain(
+                tree.add(chain.node, int(token)), chain.log_likelihood + likelihood
+            )
         if warped is not None:
             parents = [origins.index(parent) for parent in tree.parents[before:]]
             probs.append(warped.index_select(0, upload(torch.tensor(parents), logits.device)))
@@ -111,22 +128,26 @@ class MultiDraftDrafter(DraftModelUser):
         return {name: value for name, value in values.items() if name in read}
 
 
-# Verifies the candidates (drafted next tokens) of a node, one after the other. The arguments are the target's distribution p
-# [vocabulary] there, the distribution q [vocabulary] that all candidates were drawn from, the candidates in the order of their
-# draws, and a fresh random number for each. Returns the number of the accepted one and p; or, if all are rejected, None and the
+# Verifies the candidates (drafted next tokens) of a node, one after the other. The arguments are
+# the target's distribution p [vocabulary] there, the distribution q [vocabulary] that all
+# candidates were drawn from, the candidates in the order of their draws, and a fresh random number
+# for each. Returns the number of the accepted one and p; or, if all are rejected, None and the
 # distribution (not normalised) of the correction.
-AcceptanceRule = Callable[[torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], tuple[int | None, torch.Tensor]]
+AcceptanceRule = Callable[
+    [torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], tuple[int | None, torch.Tensor]
+]
 
 
 def multi_round(
     target: torch.Tensor, draft: torch.Tensor, tokens: Sequence[int], fresh: torch.Tensor
 ) -> tuple[int | None, torch.Tensor]:
-    """SpecInfer's multi-round rejection sampling (Algorithm 2) of the candidates `tokens`, one after the other.
+    """SpecInfer's multi-round rejection sampling (Algorithm 2) of the candidates `tokens`, one
+    after the other.
 
-    A candidate is accepted with probability min(1, p / q), where p is `target` and q is `draft`, both [vocabulary]. After a
-    rejection, p is replaced by norm(max(p - q, 0)). A token that was drawn twice is verified twice. `fresh` has a random number
-    in [0, 1) for each candidate. Returns the number of the accepted candidate and p; or None and the distribution of the
-    correction.
+    A candidate is accepted with probability min(1, p / q), where p is `target` and q is `draft`,
+    both [vocabulary]. After a rejection, p is replaced by norm(max(p - q, 0)). A token that was
+    drawn twice is verified twice. `fresh` has a random number in [0, 1) for each candidate. Returns
+    the number of the accepted candidate and p; or None and the distribution of the correction.
     """
     for number, token in enumerate(tokens):
         if fresh[number] < target[token] / draft[token]:
@@ -143,13 +164,15 @@ def k_sequential(
 ) -> tuple[int | None, torch.Tensor]:
     """SpecTr's k-sequential selection among the n candidates `tokens`, one after the other.
 
-    A candidate is accepted with probability min(1, p / (rho q)), where p is `target` and q is `draft`, both [vocabulary]. rho
-    solves 1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It is approached from above by bisection between 1 and n,
-    because a rho below the solution would not be lossless. `fresh` has a random number in [0, 1) for each candidate.
-    Returns the number of the accepted candidate and p; or None and the distribution (not normalised) of the correction.
+    A candidate is accepted with probability min(1, p / (rho q)), where p is `target` and q is
+    `draft`, both [vocabulary]. rho solves 1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It
+    is approached from above by bisection between 1 and n, because a rho below the solution would
+    not be lossless. `fresh` has a random number in [0, 1) for each candidate. Returns the number of
+    the accepted candidate and p; or None and the distribution (not normalised) of the correction.
     """
     count = len(tokens)
-    low, rho = 1.0, float(count)
+    low = 1.0
+    rho = float(count)
     for _ in range(_BISECTIONS if count > 1 else 0):
         middle = (low + rho) / 2
         mass = torch.minimum(draft, target / middle).sum()
@@ -169,33 +192,44 @@ def k_sequential(
 
 
 class TreeSampling:
-    """Verifies a tree from its root down: at each node one of its children is accepted, or a correction ends the path.
+    """Verifies a tree from its root down: at each node one of its children is accepted, or a
+    correction ends the path.
 
-    `rule` decides about the children of a node. The output has the target's distribution (after temperature, top-k, top-p and
-    min-p) if the children were drawn as the rule assumes. The rule computes in `dtype` on the CPU, to which all distributions are
-    copied at once.
+    `rule` decides about the children of a node. The output has the target's distribution (after
+    temperature, top-k, top-p and min-p) if the children were drawn as the rule assumes. The rule
+    computes in `dtype` on the CPU, to which all distributions are copied at once.
     """
 
     def __init__(self, rule: AcceptanceRule, setup: Setup, dtype: torch.dtype) -> None:
-        self._rule, self._sampling, self._dtype = rule, setup.sampling, dtype
-        self._generator = token_sampling.make_generator(torch.device("cpu"), derive_seed(setup.seed, "target"))
+        self._rule = rule
+        self._sampling = setup.sampling
+        self._dtype = dtype
+        self._generator = token_sampling.make_generator(
+            torch.device("cpu"), derive_seed(setup.seed, "target")
+        )
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
         target = token_sampling.warp(output.logits, self._sampling).to("cpu", self._dtype)
-        children: dict[int, list[int]] = {}  # the children of each node (-1: the context), in the order of their draws
+        # the children of each node (-1: the context), in the order of their draws
+        children: dict[int, list[int]] = {}
         for node in draft.draws or ():
             children.setdefault(draft.parents[node], []).append(node)
-        path, node, after = list[int](), -1, target[0]
+        path = list[int]()
+        node = -1
+        after = target[0]
         if children:
-            parents = sorted(children, key=lambda parent: -len(children[parent]))  # those with most children first
+            # those with most children first
+            parents = sorted(children, key=lambda parent: -len(children[parent]))
             shape = len(parents), len(children[parents[0]])
             fresh = torch.rand(shape, dtype=self._dtype, generator=self._generator)
             probs = draft.probs.to("cpu", self._dtype)
         while node in children:
             candidates = children[node]
             tokens = [draft.tokens[child] for child in candidates]
-            accepted, after = self._rule(target[node + 1], probs[candidates[0]], tokens, fresh[parents.index(node)])
+            accepted, after = self._rule(
+                target[node + 1], probs[candidates[0]], tokens, fresh[parents.index(node)]
+            )
             if accepted is None:
                 break
             node = candidates[accepted]
@@ -205,8 +239,16 @@ class TreeSampling:
 
 
 def k_sequential_verifier(setup: Setup) -> Verifier:
-    return GreedyVerifier() if setup.sampling.greedy else TreeSampling(k_sequential, setup, torch.float64)
+    return (
+        GreedyVerifier()
+        if setup.sampling.greedy
+        else TreeSampling(k_sequential, setup, torch.float64)
+    )
 
 
 def multi_round_verifier(setup: Setup) -> Verifier:
-    return GreedyVerifier() if setup.sampling.greedy else TreeSampling(multi_round, setup, torch.float32)
+    return (
+        GreedyVerifier()
+        if setup.sampling.greedy
+        else TreeSampling(multi_round, setup, torch.float32)
+    )

@@ -1,7 +1,8 @@
 """PEARL's schedule: draft and target work at the same time (PEARL, section 3).
 
-Pre-verify: the target verifies a draft's first token while the rest is drafted. Post-verify: the draft model continues to draft
-while the target verifies the tokens before. The window is the number of tokens drafted during one target pass.
+Pre-verify: the target verifies a draft's first token while the rest is drafted. Post-verify: the
+draft model continues to draft while the target verifies the tokens before. The window is the number
+of tokens drafted during one target pass.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 
 
 class ParallelDrafter(Protocol):
-    """Drafts for one run (the generation of one output) while its caller does something else. One draft at a time.
+    """Drafts for one run (the generation of one output) while its caller does something else. One
+    draft at a time.
 
-    `policy` is the run's length policy (it decides when drafts end); the run tells it how many tokens were accepted. `seconds` is
-    how long the last draft took, measured where it was drafted, and `own_seconds` how long of this its thread ran.
+    `policy` is the run's length policy (it decides when drafts end); the run tells it how many
+    tokens were accepted. `seconds` is how long the last draft took, measured where it was drafted,
+    and `own_seconds` how long of this its thread ran.
     """
 
     policy: LengthPolicy
@@ -42,20 +45,23 @@ class ParallelDrafter(Protocol):
         """Starts the draft model's forward pass over the prompt, and does not wait for it."""
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
-        """Starts a draft of at most `limit` tokens after the context and after `unverified`, and does not wait for it.
+        """Starts a draft of at most `limit` tokens after the context and after `unverified`, and
+        does not wait for it.
 
         `unverified` are tokens drafted earlier that the target is still verifying.
         """
 
     def first(self, count: int) -> list[int]:
-        """Waits until the draft that was started has `count` tokens or is complete, and returns its first `count` tokens."""
+        """Waits until the draft that was started has `count` tokens or is complete, and returns its
+        first `count` tokens."""
 
     def cut(self) -> None:
-        """Ends the draft that was started as soon as the token that is being drafted is complete. The draft has at least one
-        token."""
+        """Ends the draft that was started as soon as the token that is being drafted is complete.
+        The draft has at least one token."""
 
     def finish(self) -> Draft:
-        """Waits for the draft that was started, and returns it. Does not wait for the target's pass.
+        """Waits for the draft that was started, and returns it. Does not wait for the target's
+        pass.
 
         The draft's `probs` stay valid until the draft after the next one is started.
         """
@@ -68,9 +74,10 @@ class ParallelDrafter(Protocol):
 class Parallel:
     """PEARL's schedule. `window` is the number of tokens to draft during one target pass.
 
-    Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify` the draft model waits while they
-    are verified. Both are ablations in the paper's Table 3. `check` compares the run's passes with `costs`, those that the window
-    was computed from; None if it was given.
+    Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify`
+    the draft model waits while they are verified. Both are ablations in the paper's Table 3.
+    `check` compares the run's passes with `costs`, those that the window was computed from; None if
+    it was given.
     """
 
     drafter: ParallelDrafter
@@ -99,18 +106,24 @@ class Parallel:
                     self.check.end()
 
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
-        """Runs one target pass over the `unverified` drafted tokens, while further tokens are drafted after them.
+        """Runs one target pass over the `unverified` drafted tokens, while further tokens are
+        drafted after them.
 
         Returns the finished round, and the drafted tokens that the next step has to verify.
         """
         run.clock.start()
         if not unverified.tokens and not self.pre_verify:
-            unverified = self._finish(self._start(run, unverified, self.window.size))  # the target idles meanwhile
+            # the target idles meanwhile
+            unverified = self._finish(self._start(run, unverified, self.window.size))
             run.clock.lap("draft")
         mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
         lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
         size = self.window.beside(len(unverified.tokens) + 1)
-        window = self._start(run, unverified, lead + size) if self.post_verify or not unverified.tokens else 0
+        window = (
+            self._start(run, unverified, lead + size)
+            if self.post_verify or not unverified.tokens
+            else 0
+        )
         known: Sequence[int] = unverified.tokens
         if lead:
             known = self.drafter.first(lead)
@@ -137,7 +150,8 @@ class Parallel:
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _compare(self, width: int, seconds: float, drafted: int) -> None:
-        """Has a target pass over `width` tokens checked, and the draft of `drafted` tokens, 0 if there is none."""
+        """Has a target pass over `width` tokens checked, and the draft of `drafted` tokens, 0 if
+        there is none."""
         if self.check is None or self.costs is None:
             return
         self.check.add("target", seconds, self.costs.target_passes.at(width))
@@ -164,7 +178,8 @@ class Parallel:
 def _joined(first: Draft, second: Draft) -> Draft:
     """Joins two chains to one, with the stop reason of the second.
 
-    If both have tokens, `probs` and `logits` end after the first token of the second chain: no more are verified.
+    If both have tokens, `probs` and `logits` end after the first token of the second chain: no more
+    are verified.
     """
     if not first.tokens:
         return second
@@ -176,7 +191,8 @@ def _joined(first: Draft, second: Draft) -> Draft:
         return replace(first, stop_reason=second.stop_reason)
     return Draft.chain(
         [*first.tokens, *second.tokens],
-        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),  # no more are verified
+        # no more are verified
+        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),
         entropies=[*first.entropies, *second.entropies],
         top_probs=[*first.top_probs, *second.top_probs],
         stop_reason=second.stop_reason,

@@ -1,7 +1,8 @@
-"""PEARL's window, computed from the times of passes while both models run (PEARL, section 4.1). Imports no torch.
+"""PEARL's window, computed from the times of passes while both models run (PEARL, section 4.1).
+Imports no torch.
 
-A fixed window is the ratio of both models' pass times, so that both finish together; in a flexible window, drafting ends when the
-target pass does.
+A fixed window is the ratio of both models' pass times, so that both finish together; in a flexible
+window, drafting ends when the target pass does.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from specgen.decoding.costs import Curve
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
-_MARGIN = 1.5  # how far the draft model may get ahead of its expected number of tokens, if a target pass takes longer
+# how far the draft model may get ahead of its expected number of tokens, if a target pass takes
+# longer
+_MARGIN = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size` tokens too. `first` is this
-    number while the target passes over one token (PEARL's pre-verify); it is smaller than `size` if such a pass is shorter, as on
-    a CPU. `second` is that for two tokens (None: on the line between the others). If `is_flexible`, a draft ends with the target
-    pass, and `size` only limits its length. In this case `lead` is the number of new tokens that the target waits for after a
-    rejection, and verifies in its next pass; in the paper it waits for none.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size`
+    tokens too. `first` is this number while the target passes over one token (PEARL's pre-verify);
+    it is smaller than `size` if such a pass is shorter, as on a CPU. `second` is that for two
+    tokens (None: on the line between the others). If `is_flexible`, a draft ends with the target
+    pass, and `size` only limits its length. In this case `lead` is the number of new tokens that
+    the target waits for after a rejection, and verifies in its next pass; in the paper it waits for
+    none.
     """
 
     size: int
@@ -38,19 +43,23 @@ class Window:
         return self.lead + self.size
 
     def beside(self, width: int) -> int:
-        """Returns how many tokens to draft during a target pass over `width` tokens, so that both models finish together."""
+        """Returns how many tokens to draft during a target pass over `width` tokens, so that both
+        models finish together."""
         if width >= self.size:
             return self.size
-        known = {1: self.first, self.size: self.size} | ({} if self.second is None else {2: self.second})
+        known = {1: self.first, self.size: self.size} | (
+            {} if self.second is None else {2: self.second}
+        )
         return round(Curve(known).at(width))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelCosts:
-    """Seconds of forward passes while target and draft model run at the same time, with `context_length` tokens in the caches.
+    """Seconds of forward passes while target and draft model run at the same time, with
+    `context_length` tokens in the caches.
 
-    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass` and `double_pass` are target
-    passes over one token and over two.
+    `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass`
+    and `double_pass` are target passes over one token and over two.
     """
 
     draft_pass: float
@@ -67,30 +76,40 @@ class ParallelCosts:
 
     @property
     def window(self) -> Window:
-        """The window with which neither model waits for the other: c, rounded, from 1 to `LONGEST_WINDOW` (PEARL, Theorem 1)."""
+        """The window with which neither model waits for the other: c, rounded, from 1 to
+        `LONGEST_WINDOW` (PEARL, Theorem 1)."""
         size = _rounded(self.ratio)
-        first, second = (min(size, _rounded(seconds / self.draft_pass)) for seconds in (self.single_pass, self.double_pass))
+        first, second = (
+            min(size, _rounded(seconds / self.draft_pass))
+            for seconds in (self.single_pass, self.double_pass)
+        )
         return Window(size, first, second=second)
 
     @property
     def flexible_window(self) -> Window:
-        """The window for drafts that end with the target pass. Its `lead` has the shortest expected time between two rejections.
+        """The window for drafts that end with the target pass. Its `lead` has the shortest expected
+        time between two rejections.
 
-        In this time about the same number of tokens is generated whatever `lead` is. With a lead of n, the time is n draft
-        passes, a target pass that verifies n + 1 drafted tokens, and, if all of them are accepted, further passes that verify a
-        whole window each.
+        In this time about the same number of tokens is generated whatever `lead` is. With a lead of
+        n, the time is n draft passes, a target pass that verifies n + 1 drafted tokens, and, if all
+        of them are accepted, further passes that verify a whole window each.
         """
         window = self.window
         further = self.target_pass / (1 - _ACCEPTANCE**window.size)
 
         def seconds(lead: int) -> float:
-            return lead * self.draft_pass + self.target_passes.at(lead + 1) + _ACCEPTANCE ** (lead + 1) * further
+            return (
+                lead * self.draft_pass
+                + self.target_passes.at(lead + 1)
+                + _ACCEPTANCE ** (lead + 1) * further
+            )
 
         longest = min(LONGEST_WINDOW, round(_MARGIN * window.size))
         return Window(longest, longest, min(range(window.size), key=seconds), is_flexible=True)
 
     def run_window(self, *, is_flexible: bool) -> Window:
-        """The window of a run: if `is_flexible`, the one for drafts that end with the target pass, otherwise the fixed one."""
+        """The window of a run: if `is_flexible`, the one for drafts that end with the target pass,
+        otherwise the fixed one."""
         return self.flexible_window if is_flexible else self.window
 
     @property
@@ -99,12 +118,19 @@ class ParallelCosts:
         return Curve({2: self.double_pass, self.width: self.target_pass, 1: self.single_pass})
 
     def as_dict(self) -> dict[str, float]:
-        """The measured times, c (`ratio`) and the window sizes by name. The first line of a trace file has them under `costs`."""
-        return {**asdict(self), "ratio": self.ratio, "window": self.window.size, "first_window": self.window.first}
+        """The measured times, c (`ratio`) and the window sizes by name. The first line of a trace
+        file has them under `costs`."""
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "window": self.window.size,
+            "first_window": self.window.first,
+        }
 
 
 def usual_window(draft_cost: float) -> int:
-    """Returns the window where nothing may be measured, for a draft pass that costs `draft_cost` target passes."""
+    """Returns the window where nothing may be measured, for a draft pass that costs `draft_cost`
+    target passes."""
     return _rounded(1 / draft_cost)
 
 

@@ -1,10 +1,12 @@
-"""What all length policies share: the rules that decide after each drafted token whether the draft continues.
+"""What all length policies share: the rules that decide after each drafted token whether the draft
+continues.
 
 A policy is a class in a file of `methods/`, and is listed in `methods.POLICIES`. Imports no torch.
 
-A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It works with any drafter that
-computes the signals it reads (EESD Table 5). The token stays in the draft whatever the policy decides: dropping a token because
-of its own probability would change the output's distribution. After verification the policy learns how many tokens were accepted.
+A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It
+works with any drafter that computes the signals it reads (EESD Table 5). The token stays in the
+draft whatever the policy decides: dropping a token because of its own probability would change the
+output's distribution. After verification the policy learns how many tokens were accepted.
 """
 
 from __future__ import annotations
@@ -18,28 +20,35 @@ from typing import Any, ClassVar
 from specgen.base.settings import Setting, Value
 
 Signals = frozenset[str]
-DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})  # of any draft model: see `token_sampling.signals`
+# of any draft model: see `token_sampling.signals`
+DRAFT_SIGNALS: Signals = frozenset({"entropy", "prob", "top_prob", "margin"})
 MODEL_SIGNALS: Signals = DRAFT_SIGNALS | {"predicted_acceptance"}
-MATCH_LENGTH = "match_length"  # of prompt lookup: how many tokens before this one equal those before the token that it copies
+# of prompt lookup: how many tokens before this one equal those before the token that it copies
+MATCH_LENGTH = "match_length"
 NO_SIGNALS: Mapping[str, float] = MappingProxyType({})
 LONGEST_DRAFT = 1000  # tokens; no setting allows a longer one
 
 
 def comparison(value: float, sign: str, limit: float) -> str:
-    """Returns text such as `0.38 < 0.40`. The numbers have two decimals, or more if they would look equal."""
+    """Returns text such as `0.38 < 0.40`. The numbers have two decimals, or more if they would look
+    equal."""
     for digits in range(2, 9):
-        first, second = f"{value:.{digits}f}", f"{limit:.{digits}f}"
+        first = f"{value:.{digits}f}"
+        second = f"{limit:.{digits}f}"
         if first != second:
             break
     return f"{first} {sign} {second}"
 
 
-@dataclass(slots=True)  # not frozen: one is made for each token, and a frozen one takes three times as long
+# not frozen: one is made for each token, and a frozen one takes three times as long
+@dataclass(slots=True)
 class DraftedToken:
-    """A drafted token as a length policy sees it: its position in the draft (the first is 1) and its signals.
+    """A drafted token as a length policy sees it: its position in the draft (the first is 1) and
+    its signals.
 
-    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal `name`. In a tree, a level is
-    represented by its likeliest token, and `nodes` is the number of tokens that the level adds to the draft.
+    Signals are numbers about the token, such as its entropy. `token[name]` returns the signal
+    `name`. In a tree, a level is represented by its likeliest token, and `nodes` is the number of
+    tokens that the level adds to the draft.
     """
 
     position: int
@@ -50,24 +59,30 @@ class DraftedToken:
         """Returns the signal of this name. Raises LookupError if it was not computed."""
         if signal not in self.signals:
             computed = ", ".join(self.signals) or "none"
-            raise LookupError(f"the length policy reads the signal {signal!r}, which was not computed (computed: {computed})")
+            raise LookupError(
+                f"the length policy reads the signal {signal!r}, which was not computed "
+                f"(computed: {computed})"
+            )
         return self.signals[signal]
 
 
 class LengthPolicy:
-    """Decides after each drafted token whether the draft continues. This base class never ends a draft.
+    """Decides after each drafted token whether the draft continues. This base class never ends a
+    draft.
 
-    `reason` says in a few words why the last draft ended. `name`, `source` (the paper) and `settings` (parameters by name)
-    describe a policy to users and to `tune`. The constructor takes the settings, and if the policy is `random` also a `seed`.
-    `signals` are the names of the numbers about a drafted token that the policy needs. `optional_signals` maps a boolean setting
-    to the signals that the policy needs only if the setting is true. Signals in `preferred_signals` are read only where the
-    drafter computes them. `reads_costs`: the constructor also takes `inputs`, the costs of drafting. `learns_from_tokens`: the
-    policy's state depends on the drafted tokens, not only on how many were accepted. `unmeasured` are settings with which nothing
-    has to be measured before a run.
+    `reason` says in a few words why the last draft ended. `name`, `source` (the paper) and
+    `settings` (parameters by name) describe a policy to users and to `tune`. The constructor takes
+    the settings, and if the policy is `random` also a `seed`. `signals` are the names of the
+    numbers about a drafted token that the policy needs. `optional_signals` maps a boolean setting
+    to the signals that the policy needs only if the setting is true. Signals in `preferred_signals`
+    are read only where the drafter computes them. `reads_costs`: the constructor also takes
+    `inputs`, the costs of drafting. `learns_from_tokens`: the policy's state depends on the drafted
+    tokens, not only on how many were accepted. `unmeasured` are settings with which nothing has to
+    be measured before a run.
 
-    `predictions` are the acceptance probabilities that the policy predicted for the tokens of the last draft; empty if it
-    predicts none. `seconds` is the time that the policy and the acceptance predictor have taken since the last call of
-    `take_seconds`.
+    `predictions` are the acceptance probabilities that the policy predicted for the tokens of the
+    last draft; empty if it predicts none. `seconds` is the time that the policy and the acceptance
+    predictor have taken since the last call of `take_seconds`.
     """
 
     name: ClassVar[str] = ""
@@ -87,19 +102,29 @@ class LengthPolicy:
     @classmethod
     def signals_with(cls, values: Mapping[str, Value]) -> Signals:
         """The names of the signals that a policy with these settings reads."""
-        return cls.signals.union(*(signals for name, signals in cls.optional_signals.items() if values.get(name)))
+        return cls.signals.union(
+            *(signals for name, signals in cls.optional_signals.items() if values.get(name))
+        )
 
     @property
     def most_levels(self) -> int:
         """An upper bound of the number of tokens (levels, for a tree) in the next draft."""
         return min(int(getattr(self, limit, LONGEST_DRAFT)) for limit in ("k", "max_draft"))
 
-    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        """Whether to draft at all in this round. If False, `reason` says why, and the target's pass adds one token.
+    def starts_draft(
+        self,
+        *,
+        unverified: int = 0,
+        signals: Mapping[str, float] = NO_SIGNALS,
+        is_last: bool = True,
+    ) -> bool:
+        """Whether to draft at all in this round. If False, `reason` says why, and the target's pass
+        adds one token.
 
-        `unverified` is the number of drafted tokens, not verified yet, that the draft would follow (PEARL). `signals` are those
-        of the draft's first token, as far as they are known before it is drafted. `is_last` False: if this call returns False,
-        the policy is asked again in this round, for another drafter.
+        `unverified` is the number of drafted tokens, not verified yet, that the draft would follow
+        (PEARL). `signals` are those of the draft's first token, as far as they are known before it
+        is drafted. `is_last` False: if this call returns False, the policy is asked again in this
+        round, for another drafter.
         """
         return True
 
@@ -108,39 +133,49 @@ class LengthPolicy:
         return True
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Learns from a verified draft: its number of tokens (of levels, for a tree), and how many of them were accepted.
+        """Learns from a verified draft: its number of tokens (of levels, for a tree), and how many
+        of them were accepted.
 
-        Called after each round, also after one without a draft, but not after the pass over the prompt. In PEARL, the last tokens
-        of a draft may be verified, and counted, in a later round.
+        Called after each round, also after one without a draft, but not after the pass over the
+        prompt. In PEARL, the last tokens of a draft may be verified, and counted, in a later round.
         """
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        """Learns how well the last match of prompt lookup predicted the tokens generated since, whether or not they were drafted.
+        """Learns how well the last match of prompt lookup predicted the tokens generated since,
+        whether or not they were drafted.
 
-        The match is an earlier occurrence of the context's last `match_length` tokens. The first `agreed` tokens after the
-        occurrence equal the generated ones. `ended`: the token after those differs from the generated one.
+        The match is an earlier occurrence of the context's last `match_length` tokens. The first
+        `agreed` tokens after the occurrence equal the generated ones. `ended`: the token after
+        those differs from the generated one.
         """
 
-    def observe_seconds(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+    def observe_seconds(
+        self, levels: int, drafting: float, tokens: int, verification: float
+    ) -> None:
         """Learns from the times of a round, in seconds. Called by the schedule `sequential` only.
 
-        `drafting` is the time in which a model drafted `levels` tokens one after the other (levels, for a tree). `verification`
-        is the time of the target's pass over `tokens` drafted tokens and of the rest of the round.
+        `drafting` is the time in which a model drafted `levels` tokens one after the other (levels,
+        for a tree). `verification` is the time of the target's pass over `tokens` drafted tokens
+        and of the rest of the round.
         """
 
     def share(self, known: dict[Hashable, Any]) -> None:
-        """Goes on with what earlier runs have learned, and adds to it. Called before the first draft.
+        """Goes on with what earlier runs have learned, and adds to it. Called before the first
+        draft.
 
-        `known` has what runs have learned in the process in which the policy decides, by a key of the policy's own.
+        `known` has what runs have learned in the process in which the policy decides, by a key of
+        the policy's own.
         """
 
     def state(self) -> Mapping[str, float] | None:
-        """Numbers that the policy has learned so far, to be written to a trace; None if it learns nothing."""
+        """Numbers that the policy has learned so far, to be written to a trace; None if it learns
+        nothing."""
         return None
 
     def take_seconds(self) -> float:
         """Returns `seconds` and sets it to 0."""
-        seconds, self.seconds = self.seconds, 0.0
+        seconds = self.seconds
+        self.seconds = 0.0
         return seconds
 
     def _below(self, limit: int, token: DraftedToken) -> bool:
@@ -153,7 +188,11 @@ class Fixed(LengthPolicy):
 
     name = "fixed"
     source = "Leviathan et al. 2023"
-    settings: ClassVar = {"k": Setting(5, "tokens in a draft; in a tree: levels", 1, LONGEST_DRAFT, tuned=range(1, 17))}
+    settings: ClassVar = {
+        "k": Setting(
+            5, "tokens in a draft; in a tree: levels", 1, LONGEST_DRAFT, tuned=range(1, 17)
+        )
+    }
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -166,12 +205,14 @@ WARM_UP = 2  # rounds at the beginning of a run that `LengthSweep` does not coun
 
 
 class LengthSweep(LengthPolicy):
-    """Length policy for measurements: each round drafts the next of `lengths` tokens, in a cycle; 0 drafts nothing.
+    """Length policy for measurements: each round drafts the next of `lengths` tokens, in a cycle; 0
+    drafts nothing.
 
-    Each length is used once for each set of names in `signals`, with these signals (numbers about a drafted token) computed, so
-    that their cost can be measured. In the first `WARM_UP` rounds of a run, which are not timed, the length stays the same; the
-    pass over the prompt is the first of them. `levels` is how many tokens (levels, for a tree) the last draft computed, even if a
-    tree left the last levels out of the draft.
+    Each length is used once for each set of names in `signals`, with these signals (numbers about a
+    drafted token) computed, so that their cost can be measured. In the first `WARM_UP` rounds of a
+    run, which are not timed, the length stays the same; the pass over the prompt is the first of
+    them. `levels` is how many tokens (levels, for a tree) the last draft computed, even if a tree
+    left the last levels out of the draft.
     """
 
     reason = "sweep"
@@ -183,7 +224,8 @@ class LengthSweep(LengthPolicy):
         self.levels = 0
 
     def start_run(self) -> None:
-        self._warm_up_left = WARM_UP - 1  # the pass over the prompt, which `observe` does not see, is one of them
+        # the pass over the prompt, which `observe` does not see, is one of them
+        self._warm_up_left = WARM_UP - 1
 
     @property
     def length(self) -> int:
@@ -197,7 +239,13 @@ class LengthSweep(LengthPolicy):
     def signals(self) -> Signals:  # type: ignore[override]
         return self.combinations[self._current][1]
 
-    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
+    def starts_draft(
+        self,
+        *,
+        unverified: int = 0,
+        signals: Mapping[str, float] = NO_SIGNALS,
+        is_last: bool = True,
+    ) -> bool:
         self.levels = 0
         return self.length > 0
 
@@ -213,7 +261,8 @@ class LengthSweep(LengthPolicy):
 
 
 def longest_draft_setting(default: int, *tuned: int) -> Setting:
-    """Returns the setting `max_draft` of a policy, with this default; `tuned` are the values that `tune` tries."""
+    """Returns the setting `max_draft` of a policy, with this default; `tuned` are the values that
+    `tune` tries."""
     return Setting(default, "longest draft", 1, LONGEST_DRAFT, tuned=tuned)
 
 
@@ -226,11 +275,13 @@ def extend_draft(
     known: Mapping[str, float] = NO_SIGNALS,
     is_last: bool = True,
 ) -> str:
-    """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it. Returns the reason for the end.
+    """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it.
+    Returns the reason for the end.
 
-    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or level with this number, from 1. It
-    returns the token for the policy to judge, or a string, which ends the draft without asking the policy and is the reason, such
-    as `eos`. At `limit` the reason is `length`. `unverified`, `known` (as `signals`) and `is_last` are passed to
+    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or
+    level with this number, from 1. It returns the token for the policy to judge, or a string, which
+    ends the draft without asking the policy and is the reason, such as `eos`. At `limit` the reason
+    is `length`. `unverified`, `known` (as `signals`) and `is_last` are passed to
     `LengthPolicy.starts_draft`. The time that the policy takes is added to `policy.seconds`.
     """
     start = perf_counter()

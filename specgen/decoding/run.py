@@ -1,4 +1,5 @@
-"""A run generates one output with one method. `Run` holds the models, the method's parts and the state of the output.
+"""A run generates one output with one method. `Run` holds the models, the method's parts and the
+state of the output.
 
 The usual schedule of speculative decoding (`sequential`: draft, then verify) is here too.
 """
@@ -32,7 +33,8 @@ Schedule = Callable[["Run"], Iterator[Round]]
 
 
 class StopTexts:
-    """Finds `stop` strings in the generated text, token by token. `detokenize` returns the text that a token adds."""
+    """Finds `stop` strings in the generated text, token by token. `detokenize` returns the text
+    that a token adds."""
 
     def __init__(self, stop: StopStrings, detokenize: Callable[[int], str]) -> None:
         self._stop = stop
@@ -41,15 +43,17 @@ class StopTexts:
         self._kept = max(map(len, stop.texts), default=1) - 1
 
     @classmethod
-    def of(cls, texts: Sequence[str], tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> StopTexts | None:
+    def of(
+        cls, texts: Sequence[str], tokenizer: Tokenizer, prompt_ids: Sequence[int]
+    ) -> StopTexts | None:
         """Returns what finds these texts in the output after a prompt; None if there are none."""
         if not texts:
             return None
         return cls(StopStrings.of(texts, tokenizer), tokenizer.detokenizer(prompt_ids).push)
 
     def completed_by(self, token: int) -> bool:
-        """Adds this token to the generated text. Returns whether the output ends with it: whether the text now contains a stop
-        string."""
+        """Adds this token to the generated text. Returns whether the output ends with it: whether
+        the text now contains a stop string."""
         self._tail += self._detokenize(token) + self._stop.mark(token)
         is_found = self._stop.start(self._tail) is not None
         self._tail = self._tail[-self._kept :] if self._kept else ""
@@ -57,10 +61,12 @@ class StopTexts:
 
 
 class Clock:
-    """Measures how long each phase of a round takes, in seconds. Phases are the names in `PHASES`; `other` takes the rest.
+    """Measures how long each phase of a round takes, in seconds. Phases are the names in `PHASES`;
+    `other` takes the rest.
 
-    Time between rounds is not counted. `timer` notes when the device finishes the work of a phase; None if the device computes
-    synchronously. The host never waits for the device in a lap, only in `seconds`, after the round.
+    Time between rounds is not counted. `timer` notes when the device finishes the work of a phase;
+    None if the device computes synchronously. The host never waits for the device in a lap, only in
+    `seconds`, after the round.
     """
 
     def __init__(self, timer: DeviceTimer | None) -> None:
@@ -82,10 +88,17 @@ class Clock:
     def lap(self, phase: str, *, on_device: bool = False) -> None:
         """Adds the time since the previous lap (or `start`) to `phase`.
 
-        With `on_device`, the lap ends when the device has finished the work queued so far; the next lap begins there. The host
-        does not wait for that.
+        With `on_device`, the lap ends when the device has finished the work queued so far; the next
+        lap begins there. The host does not wait for that.
         """
-        self._laps.append((phase, self._timer.mark() if on_device and self._timer is not None else time.perf_counter()))
+        self._laps.append(
+            (
+                phase,
+                self._timer.mark()
+                if on_device and self._timer is not None
+                else time.perf_counter(),
+            )
+        )
 
     def move(self, seconds: float, source: str, phase: str) -> None:
         """Counts `seconds` of the phase `source` in `phase` instead."""
@@ -93,7 +106,8 @@ class Clock:
 
     def seconds(self) -> dict[str, float]:
         self.lap("other")
-        phases, last = dict.fromkeys(PHASES, 0.0), self._start
+        phases = dict.fromkeys(PHASES, 0.0)
+        last = self._start
         for phase, end in self._laps:
             now = end() if callable(end) else end
             if now > last:
@@ -106,7 +120,8 @@ class Clock:
 
 
 class Turns:
-    """The lock of runs that share models. A thread holds it in a `with` block, and may nest such blocks."""
+    """The lock of runs that share models. A thread holds it in a `with` block, and may nest such
+    blocks."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -142,12 +157,13 @@ class Turns:
 class Run:
     """The state of a run: the generation of one output.
 
-    `schedule` yields the run's rounds: it decides in which order drafter and target work. After `limit` new tokens the run ends
-    with reason `length`. `finish_reason` is None until the output has ended. `stop_texts` is None without stop strings.
-    `settings` are the method's, with measured values in place of `auto`. `seed` is the seed of all random numbers of the run.
-    `costs` are the pass times from which PEARL's window was computed (`ParallelCosts`); None for other methods, and if the user
-    gave the window. `lock` is held while a round is made, and not between rounds: runs that share models have the
-    same one.
+    `schedule` yields the run's rounds: it decides in which order drafter and target work. After
+    `limit` new tokens the run ends with reason `length`. `finish_reason` is None until the output
+    has ended. `stop_texts` is None without stop strings. `settings` are the method's, with measured
+    values in place of `auto`. `seed` is the seed of all random numbers of the run. `costs` are the
+    pass times from which PEARL's window was computed (`ParallelCosts`); None for other methods, and
+    if the user gave the window. `lock` is held while a round is made, and not between rounds: runs
+    that share models have the same one.
     """
 
     context: Context
@@ -176,8 +192,8 @@ class Run:
 
     @property
     def uncached_tokens(self) -> int | None:
-        """How many tokens of the context the target's next pass runs, because its KV cache does not hold them. None if it holds
-        all but the last one, which is always run."""
+        """How many tokens of the context the target's next pass runs, because its KV cache does not
+        hold them. None if it holds all but the last one, which is always run."""
         missing = len(self.context) - self.target.cached_tokens(self.context)
         return missing if missing > 1 else None
 
@@ -198,14 +214,23 @@ class Run:
         return verdict
 
     def commit(
-        self, mode: Mode, draft: Draft, verdict: Verdict, unverified: int = 0, *, target_passes: int = 1, unjudged: int = 0
+        self,
+        mode: Mode,
+        draft: Draft,
+        verdict: Verdict,
+        unverified: int = 0,
+        *,
+        target_passes: int = 1,
+        unjudged: int = 0,
     ) -> Round:
-        """Appends the verdict's tokens to the context, up to the end of the output, and returns the finished round.
+        """Appends the verdict's tokens to the context, up to the end of the output, and returns the
+        finished round.
 
-        Tells the length policy how many tokens were accepted, and sets `finish_reason` if the output has ended. In PEARL, the
-        last `unverified` tokens of the draft (a chain) are not judged by this verdict. If all tokens before them were accepted
-        and the output has not ended, they are left out of the round, because the next round verifies and reports them. `unjudged`
-        is the number of nodes that the target's pass ran besides the draft.
+        Tells the length policy how many tokens were accepted, and sets `finish_reason` if the
+        output has ended. In PEARL, the last `unverified` tokens of the draft (a chain) are not
+        judged by this verdict. If all tokens before them were accepted and the output has not
+        ended, they are left out of the round, because the next round verifies and reports them.
+        `unjudged` is the number of nodes that the target's pass ran besides the draft.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -223,13 +248,24 @@ class Run:
             reason = f"{draft.stop_reason}, {unverified} ahead"
             draft = replace(draft.part(0, len(draft.tokens) - unverified), stop_reason=reason)
         if draft.probs is not None or draft.logits is not None:
-            draft = replace(draft, probs=None, logits=None)  # so that a stored round keeps no tensors alive
-        round_ = Round(self._index, mode, draft, verdict, self.clock.seconds(), self.policy.state(), target_passes, unjudged)
+            # so that a stored round keeps no tensors alive
+            draft = replace(draft, probs=None, logits=None)
+        round_ = Round(
+            self._index,
+            mode,
+            draft,
+            verdict,
+            self.clock.seconds(),
+            self.policy.state(),
+            target_passes,
+            unjudged,
+        )
         self._index += 1
         return round_
 
     def _cut(self, draft: Draft, verdict: Verdict) -> Verdict:
-        """Returns the verdict without the tokens after the end of the output, and sets `finish_reason` if the output ends.
+        """Returns the verdict without the tokens after the end of the output, and sets
+        `finish_reason` if the output ends.
 
         The output ends with an end-of-sequence token or a token that completes a stop string.
         """
@@ -249,7 +285,8 @@ class Run:
 
 
 def _in_turns(rounds: Iterator[Round], lock: Turns) -> Iterator[Round]:
-    """Yields the rounds, each made while `lock` is held, so that an unfinished run of one thread keeps no other one waiting."""
+    """Yields the rounds, each made while `lock` is held, so that an unfinished run of one thread
+    keeps no other one waiting."""
     try:
         while True:
             with lock:
@@ -263,7 +300,8 @@ def _in_turns(rounds: Iterator[Round], lock: Turns) -> Iterator[Round]:
 
 
 def sequential(run: Run) -> Iterator[Round]:
-    """Yields rounds that each add a draft's accepted tokens and one token of the target (Leviathan et al., Algorithm 1).
+    """Yields rounds that each add a draft's accepted tokens and one token of the target (Leviathan
+    et al., Algorithm 1).
 
     Plain decoding has empty drafts.
     """
@@ -271,9 +309,15 @@ def sequential(run: Run) -> Iterator[Round]:
     has_drafted = False
     while run.finish_reason is None:
         round_ = _draft_then_verify(run)
-        drafted = round_.draft.levels if round_.draft.entropies else 0  # copied tokens are not the draft model's
+        # copied tokens are not the draft model's
+        drafted = round_.draft.levels if round_.draft.entropies else 0
         if has_drafted or not drafted:  # the draft model's first draft also runs the prompt
-            run.policy.observe_seconds(drafted, round_.drafting_seconds, round_.pass_tokens - 1, round_.verification_seconds)
+            run.policy.observe_seconds(
+                drafted,
+                round_.drafting_seconds,
+                round_.pass_tokens - 1,
+                round_.verification_seconds,
+            )
         has_drafted |= drafted > 0
         yield round_
 
@@ -281,7 +325,8 @@ def sequential(run: Run) -> Iterator[Round]:
 @inference
 def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
-    draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)  # room for the target's own token
+    # room for the target's own token
+    draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)
     draft = draft.with_predictions(run.policy.predictions)
     run.clock.lap("draft")
     run.clock.move(run.policy.take_seconds(), "draft", "policy")
@@ -289,7 +334,9 @@ def _draft_then_verify(run: Run) -> Round:
     run.clock.lap("verify", on_device=True)
     candidates = draft.candidates
     unjudged = len(draft.tokens) - len(candidates.tokens)
-    verdict = run.verify(candidates, output.first(len(candidates.tokens) + 1) if unjudged else output)
+    verdict = run.verify(
+        candidates, output.first(len(candidates.tokens) + 1) if unjudged else output
+    )
     if isinstance(run.drafter, LearningDrafter):
         run.drafter.learn(draft, output, verdict)
         run.clock.lap("draft")

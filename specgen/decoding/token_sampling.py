@@ -1,4 +1,5 @@
-"""Operations on logits: warping, sampling, entropies and overlaps. Computes in float32, whatever the model's dtype."""
+"""Operations on logits: warping, sampling, entropies and overlaps. Computes in float32, whatever
+the model's dtype."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from specgen.base.types import SamplingParams
 from specgen.decoding.policy_base import Signals
 from specgen.engine.devices import move
 
-_HEAD = 256  # the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is sorted
+# the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is
+# sorted
+_HEAD = 256
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Computes the float32 distributions to sample from, [..., vocabulary] as the logits: temperature (above 0), top-k, top-p and
-    min-p in this order, as in transformers.
+    """Computes the float32 distributions to sample from, [..., vocabulary] as the logits:
+    temperature (above 0), top-k, top-p and min-p in this order, as in transformers.
 
-    Tokens whose logit equals the k-th largest are kept. Tokens that are cut have probability exactly 0.
+    Tokens whose logit equals the k-th largest are kept. Tokens that are cut have probability
+    exactly 0.
     """
     scores = logits.float() if sampling.temperature == 1 else logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -50,11 +54,13 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draws one token from each distribution in `probs` [..., vocabulary], which need not sum to 1. Returns token ids [...].
+    """Draws one token from each distribution in `probs` [..., vocabulary], which need not sum to 1.
+    Returns token ids [...].
 
-    The token is -1 where a distribution holds a NaN or only zeros. Draws by inversion, in float64 where the device supports it,
-    so that rounding over a large vocabulary does not bias the draws. torch.multinomial draws one random number per token of the
-    vocabulary, and its checks would synchronise a GPU.
+    The token is -1 where a distribution holds a NaN or only zeros. Draws by inversion, in float64
+    where the device supports it, so that rounding over a large vocabulary does not bias the draws.
+    torch.multinomial draws one random number per token of the vocabulary, and its checks would
+    synchronise a GPU.
     """
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     points = torch.rand(*probs.shape[:-1], 1, dtype=exact, device=probs.device, generator=generator)
@@ -62,14 +68,17 @@ def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def draw_at(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Draws one token from each distribution in `probs` [..., vocabulary] by inversion of the cumulative sum. Returns ids [...].
+    """Draws one token from each distribution in `probs` [..., vocabulary] by inversion of the
+    cumulative sum. Returns ids [...].
 
-    `points` [..., 1] in [0, 1) are the random numbers: the token is the one at this share of the total. It is -1 where a
-    distribution holds a NaN or only zeros.
+    `points` [..., 1] in [0, 1) are the random numbers: the token is the one at this share of the
+    total. It is -1 where a distribution holds a NaN or only zeros.
     """
     cumulative = probs.cumsum(dim=-1, dtype=points.dtype)
     total = cumulative[..., -1:]
-    token = torch.searchsorted(cumulative, points * total, right=True).clamp_max_(probs.shape[-1] - 1)
+    token = torch.searchsorted(cumulative, points * total, right=True).clamp_max_(
+        probs.shape[-1] - 1
+    )
     return token.masked_fill_(~(total > 0), -1)[..., 0]
 
 
@@ -80,22 +89,25 @@ def argmax_token(logits: torch.Tensor) -> torch.Tensor:
 
 
 def argmax_tokens(logits: torch.Tensor) -> list[int]:
-    """Returns the likeliest token of each row of logits [n, vocabulary], as Python ints; -1 if the row holds a NaN."""
+    """Returns the likeliest token of each row of logits [n, vocabulary], as Python ints; -1 if the
+    row holds a NaN."""
     if not logits.is_cpu:
         on_host: list[int] = argmax_token(logits).tolist()
         return on_host
     tokens: list[int] = []
-    for scores in logits.float().numpy():  # NumPy's argmax takes a tenth of torch's time; one by one, which is faster there
+    # NumPy's argmax takes a tenth of torch's time; one by one, which is faster there
+    for scores in logits.float().numpy():
         token = int(scores.argmax())  # if the row has a NaN, argmax returns the first one's index
         tokens.append(-1 if math.isnan(scores[token]) else token)
     return tokens
 
 
 def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Returns `argmax_tokens(logits)`, and for each row whether another token has the same logit, with one transfer to the host.
+    """Returns `argmax_tokens(logits)`, and for each row whether another token has the same logit,
+    with one transfer to the host.
 
-    Ties are only looked for in half precision, where rounding makes them: a forward pass over another number of tokens may break
-    them differently. In float32 no row counts as tied.
+    Ties are only looked for in half precision, where rounding makes them: a forward pass over
+    another number of tokens may break them differently. In float32 no row counts as tied.
     """
     if logits.dtype == torch.float32:
         return argmax_tokens(logits), [False] * logits.shape[0]
@@ -105,31 +117,37 @@ def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
 
 
 def pad_probs(probs: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Pads draft distributions [..., draft vocabulary] with zeros to the target's `vocab_size`, if they are narrower."""
+    """Pads draft distributions [..., draft vocabulary] with zeros to the target's `vocab_size`, if
+    they are narrower."""
     missing = vocab_size - probs.shape[-1]
     return torch.nn.functional.pad(probs, (0, missing)) if missing > 0 else probs
 
 
 def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the entropy (nats) and the largest probability of distributions, each [...], from logits [..., vocabulary].
+    """Computes the entropy (nats) and the largest probability of distributions, each [...], from
+    logits [..., vocabulary].
 
     The distributions are taken at temperature 1, without top-k, top-p and min-p.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
     probs = log_probs.exp()
-    return torch.linalg.vecdot(probs, log_probs).abs_(), probs.amax(dim=-1)  # abs: rounding may leave either sign
+    # abs: rounding may leave either sign
+    return torch.linalg.vecdot(probs, log_probs).abs_(), probs.amax(dim=-1)
 
 
 def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
-    """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest probability of their softmax, for the
-    host.
+    """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest
+    probability of their softmax, for the host.
 
-    On a CPU they are computed by NumPy, which takes a quarter of torch's time for one row. The entropy is NaN if the logits hold
-    a NaN or no finite maximum.
+    On a CPU they are computed by NumPy, which takes a quarter of torch's time for one row. The
+    entropy is NaN if the logits hold a NaN or no finite maximum.
     """
     if not logits.is_cpu:
-        token, *numbers = torch.stack((argmax_token(logits).float(), *entropy_and_top_prob(logits))).tolist()  # exact to 2^24
+        # exact to 2^24
+        token, *numbers = torch.stack(
+            (argmax_token(logits).float(), *entropy_and_top_prob(logits))
+        ).tolist()
         return int(token), *numbers
     scores = logits.float().numpy()
     likeliest = int(scores.argmax())
@@ -138,10 +156,14 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
         return -1, math.nan, math.nan
     shifted = scores - top
     weights = np.exp(shifted)
-    total, weighted = float(weights.sum()), float(np.vdot(weights, shifted))  # unlike dot, vdot does not warn of a NaN
-    if math.isnan(weighted):  # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
+    # unlike dot, vdot does not warn of a NaN
+    total = float(weights.sum())
+    weighted = float(np.vdot(weights, shifted))
+    # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
+    if math.isnan(weighted):
         weighted = float(np.vdot(weights, shifted.clip(-1e30)))
-    return likeliest, abs(math.log(total) - weighted / total), 1 / total  # abs: rounding may leave either sign
+    # abs: rounding may leave either sign
+    return likeliest, abs(math.log(total) - weighted / total), 1 / total
 
 
 def signals(
@@ -152,17 +174,19 @@ def signals(
     predicted_acceptance: torch.Tensor | None = None,
     unpenalised: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor [...] on the device.
+    """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor
+    [...] on the device.
 
-    `logits` [..., vocabulary] are the draft model's, from which the tokens were chosen. `unpenalised` are its logits without
-    penalties (such as a repetition penalty); None if `logits` have none. `probs` [..., vocabulary] are the distributions that the
-    tokens were drawn from; None in greedy decoding.
-    `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest) are of the draft model's own
-    distribution: without penalties, at temperature 1, without top-k and top-p. `prob` is the token's probability in the
-    distribution it was chosen from: `probs`, or in greedy decoding the softmax of `logits`, penalties included, as in
-    transformers' assisted generation. If `unpenalised` has more columns than `logits`, for tokens that cannot be drafted, `prob`
-    is multiplied by the probability of those that can. `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left
-    out if None.
+    `logits` [..., vocabulary] are the draft model's, from which the tokens were chosen.
+    `unpenalised` are its logits without penalties (such as a repetition penalty); None if `logits`
+    have none. `probs` [..., vocabulary] are the distributions that the tokens were drawn from; None
+    in greedy decoding. `entropy` (nats), `top_prob` (largest probability) and `margin` (largest
+    minus second largest) are of the draft model's own distribution: without penalties, at
+    temperature 1, without top-k and top-p. `prob` is the token's probability in the distribution it
+    was chosen from: `probs`, or in greedy decoding the softmax of `logits`, penalties included, as
+    in transformers' assisted generation. If `unpenalised` has more columns than `logits`, for
+    tokens that cannot be drafted, `prob` is multiplied by the probability of those that can.
+    `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
     """
     own = logits if unpenalised is None else unpenalised
     found = {}
@@ -186,7 +210,8 @@ def signals(
 
 
 def is_forbidden(logits: torch.Tensor) -> bool:
-    """Whether all logits of a row of `logits` [..., vocabulary] are -inf, because penalties forbid all tokens."""
+    """Whether all logits of a row of `logits` [..., vocabulary] are -inf, because penalties forbid
+    all tokens."""
     return bool((logits.amax(dim=-1) == -torch.inf).any())
 
 
@@ -201,10 +226,12 @@ def valid_token(token: int, model: str) -> int:
 
 
 def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Computes the sum of min(p, q) over the vocabulary and KL(q||p) in nats (SVIP, Eq. 2 and 4) for each drafted token.
+    """Computes the sum of min(p, q) over the vocabulary and KL(q||p) in nats (SVIP, Eq. 2 and 4)
+    for each drafted token.
 
-    p are the target's probabilities and q the draft's, from logits [tokens, vocabulary] at temperature 1 (no top-k or top-p).
-    Vocabulary entries that the draft model lacks have q = 0. KL is limited to 1e30; it is infinite where p = 0 and q > 0.
+    p are the target's probabilities and q the draft's, from logits [tokens, vocabulary] at
+    temperature 1 (no top-k or top-p). Vocabulary entries that the draft model lacks have q = 0. KL
+    is limited to 1e30; it is infinite where p = 0 and q > 0.
     """
     p = target.float().log_softmax(dim=-1)
     q = move(draft, target.device).float().log_softmax(dim=-1)

@@ -1,4 +1,5 @@
-"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest continuations."""
+"""Token trees: drafts with several candidates at a position, and the drafter of the likeliest
+continuations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from specgen.engine.devices import inference, upload
 
 
 class Tree:
-    """Nodes in the order in which they were added: their `tokens` and the numbers of their `parents` (-1: the context)."""
+    """Nodes in the order in which they were added: their `tokens` and the numbers of their
+    `parents` (-1: the context)."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -36,7 +38,8 @@ class Tree:
         return node
 
     def extend(self, parent: int, tokens: Iterable[int]) -> list[int]:
-        """Adds a path of tokens after node `parent`, and returns its nodes. Nodes that the tree has already are used again."""
+        """Adds a path of tokens after node `parent`, and returns its nodes. Nodes that the tree has
+        already are used again."""
         path: list[int] = []
         for token in tokens:
             parent = self.add(parent, token)
@@ -53,11 +56,13 @@ class Tree:
 
 
 class DraftTree(Tree):
-    """A tree that a draft model grows level by level. The model's KV cache holds the nodes, so each is computed only once.
+    """A tree that a draft model grows level by level. The model's KV cache holds the nodes, so each
+    is computed only once.
 
-    `hidden` [n, width] and `unpenalised` [n, ...] are the hidden states, and the logits without penalties, that belong to the n
-    rows which `next_logits` returned last; see `ModelOutput`. `hidden` is None if the runner returns no hidden states,
-    `unpenalised` if there are no penalties.
+    `hidden` [n, width] and `unpenalised` [n, ...] are the hidden states, and the logits without
+    penalties, that belong to the n rows which `next_logits` returned last; see `ModelOutput`.
+    `hidden` is None if the runner returns no hidden states, `unpenalised` if there are no
+    penalties.
     """
 
     def __init__(self, setup: Setup, context: Context) -> None:
@@ -65,7 +70,9 @@ class DraftTree(Tree):
         assert setup.draft is not None
         self.hidden: torch.Tensor | None = None
         self.unpenalised: torch.Tensor | None = None
-        self._runner, self._setup, self._context = setup.draft, setup, context
+        self._runner = setup.draft
+        self._setup = setup
+        self._context = context
         self._logits: list[torch.Tensor] = []  # without penalties; row i is after node i - 1
 
     def add(self, parent: int, token: int) -> int:
@@ -76,22 +83,27 @@ class DraftTree(Tree):
         return super().add(parent, token_sampling.valid_token(token, "draft"))
 
     def next_logits(self, nodes: Sequence[int]) -> torch.Tensor | None:
-        """Runs the draft model on all nodes added since the last call. Returns the logits [len(nodes), vocabulary] after `nodes`.
+        """Runs the draft model on all nodes added since the last call. Returns the logits
+        [len(nodes), vocabulary] after `nodes`.
 
-        `nodes` are some of the nodes added since the last call. The first call, with [-1], returns the logits after the context.
-        Returns None if penalties forbid all tokens after one of the nodes.
+        `nodes` are some of the nodes added since the last call. The first call, with [-1], returns
+        the logits after the context. Returns None if penalties forbid all tokens after one of the
+        nodes.
         """
         first = sum(map(len, self._logits)) - 1
         output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
         logits = output.logits[:, : self._setup.vocab_size]
         own = output.unpenalised_part(self._setup.vocab_size)
-        self._logits.append((logits if own is None else own).clone())  # valid until the runner's next call
-        hidden, rows = output.hidden_states, [node - first for node in nodes]
+        # valid until the runner's next call
+        self._logits.append((logits if own is None else own).clone())
+        hidden = output.hidden_states
+        rows = [node - first for node in nodes]
         if rows != list(range(len(logits))):
             selected = upload(torch.tensor(rows), logits.device)
             logits = logits[selected]
             hidden, own = (None if each is None else each[selected] for each in (hidden, own))
-        self.hidden, self.unpenalised = hidden, own
+        self.hidden = hidden
+        self.unpenalised = own
         return None if own is not None and token_sampling.is_forbidden(logits) else logits
 
     def signals(
@@ -105,20 +117,21 @@ class DraftTree(Tree):
     ) -> dict[str, torch.Tensor]:
         """Computes signals of `tokens` [n], by name; see `token_sampling.signals`.
 
-        Token i was chosen from row `rows[i]` of `logits`, which `next_logits` returned last, or drawn from this row of `probs`.
-        `score` [n] is the predicted acceptance probability.
+        Token i was chosen from row `rows[i]` of `logits`, which `next_logits` returned last, or
+        drawn from this row of `probs`. `score` [n] is the predicted acceptance probability.
         """
         if not names:
             return {}
         row, own, drawn_from = (
-            None if each is None else each.index_select(0, rows) for each in (logits, self.unpenalised, probs)
+            None if each is None else each.index_select(0, rows)
+            for each in (logits, self.unpenalised, probs)
         )
         assert row is not None
         return token_sampling.signals(names, row, tokens, drawn_from, score, own)
 
     def draft(self, reason: str, nodes: Sequence[int] | None = None, **fields: Any) -> Draft:
-        """Returns a draft with some `nodes` of the tree, in this order, in which each has to come after its parent; None: all
-        nodes.
+        """Returns a draft with some `nodes` of the tree, in this order, in which each has to come
+        after its parent; None: all nodes.
 
         `reason` says why the draft ended; `fields` are further fields of `Draft` by name.
         """
@@ -130,11 +143,18 @@ class DraftTree(Tree):
         origins = sorted({*parents})
         logits = torch.cat(self._logits)
         rows = logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)]
-        statistics: list[list[float]] = torch.stack(token_sampling.entropy_and_top_prob(rows)).tolist()  # one transfer
+        # one transfer
+        statistics: list[list[float]] = torch.stack(
+            token_sampling.entropy_and_top_prob(rows)
+        ).tolist()
         if math.isnan(sum(statistics[0])):
             raise nan_logits("draft")
         entropies, top_probs = (dict(zip(origins, each, strict=True)) for each in statistics)
-        kept = upload(torch.tensor([parent + 1 for parent in parents]), logits.device) if self._setup.record else None
+        kept = (
+            upload(torch.tensor([parent + 1 for parent in parents]), logits.device)
+            if self._setup.record
+            else None
+        )
         return Draft(
             [self.tokens[node] for node in nodes],
             [at[parent] for parent in parents],
@@ -147,10 +167,11 @@ class DraftTree(Tree):
 
 
 class _Candidate(NamedTuple):
-    """A token that may be in the draft, after `parent`, with the log-likelihood (nats) of the path to it.
+    """A token that may be in the draft, after `parent`, with the log-likelihood (nats) of the path
+    to it.
 
-    `parent` is a node of the tree that the draft model runs (-1: the context). `node` is the candidate's own node in that tree;
-    None if it was not added.
+    `parent` is a node of the tree that the draft model runs (-1: the context). `node` is the
+    candidate's own node in that tree; None if it was not added.
     """
 
     parent: int
@@ -160,20 +181,25 @@ class _Candidate(NamedTuple):
 
 
 class TopKTreeDrafter(DraftModelUser):
-    """Drafts a tree of the likeliest continuations: several candidates at each position (EESD, section 5.7, and EAGLE-2).
+    """Drafts a tree of the likeliest continuations: several candidates at each position (EESD,
+    section 5.7, and EAGLE-2).
 
-    Each level has the `width` likeliest continuations of the previous level, by the probability of the whole path. If `nodes` is
-    None, these levels are the draft. Otherwise the draft is EAGLE-2's dynamic tree (sections 4.1 and 4.2): all `width` likeliest
-    tokens after each node of the previous level are candidates, and the `nodes` likeliest candidates of all levels are the draft.
-    Of equally likely ones, that of the earlier level counts as likelier, then that after the likelier node. A draft that ends
-    early may have fewer nodes.
-    Probabilities are those at temperature 1. No node is drawn at random, even if the target samples. The length policy sees only
-    the likeliest node of each level, after the whole level is in the tree.
+    Each level has the `width` likeliest continuations of the previous level, by the probability of
+    the whole path. If `nodes` is None, these levels are the draft. Otherwise the draft is EAGLE-2's
+    dynamic tree (sections 4.1 and 4.2): all `width` likeliest tokens after each node of the
+    previous level are candidates, and the `nodes` likeliest candidates of all levels are the draft.
+    Of equally likely ones, that of the earlier level counts as likelier, then that after the
+    likelier node. A draft that ends early may have fewer nodes. Probabilities are those at
+    temperature 1. No node is drawn at random, even if the target samples. The length policy sees
+    only the likeliest node of each level, after the whole level is in the tree.
     """
 
-    def __init__(self, setup: Setup, *, width: int, depth: int | None = None, nodes: int | None = None) -> None:
+    def __init__(
+        self, setup: Setup, *, width: int, depth: int | None = None, nodes: int | None = None
+    ) -> None:
         super().__init__(setup, depth=depth)
-        self._width, self._nodes = width, nodes
+        self._width = width
+        self._nodes = nodes
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -181,8 +207,10 @@ class TopKTreeDrafter(DraftModelUser):
         if limit < 1:
             return Draft()
         scores = self._scores(policy, context)
-        tree, candidates = DraftTree(self._setup, context), list[_Candidate]()
-        alive = [(-1, 0.0)]  # the nodes that the next level continues, and the log-likelihoods (nats) of their paths
+        tree = DraftTree(self._setup, context)
+        candidates = list[_Candidate]()
+        # the nodes that the next level continues, and the log-likelihoods (nats) of their paths
+        alive = [(-1, 0.0)]
 
         def extend(position: int) -> DraftedToken | str:
             before = len(candidates)
@@ -196,9 +224,18 @@ class TopKTreeDrafter(DraftModelUser):
         reason = self._reason(extend_draft(policy, limit, extend), limit)
         if self._nodes is None:
             return tree.draft(reason)
-        by_likelihood = sorted(range(len(candidates)), key=lambda number: -candidates[number].log_likelihood)  # stable
+        # stable
+        by_likelihood = sorted(
+            range(len(candidates)), key=lambda number: -candidates[number].log_likelihood
+        )
         chosen = [candidates[number] for number in sorted(by_likelihood[: self._nodes])]
-        return tree.draft(reason, [tree.add(each.parent, each.token) if each.node is None else each.node for each in chosen])
+        return tree.draft(
+            reason,
+            [
+                tree.add(each.parent, each.token) if each.node is None else each.node
+                for each in chosen
+            ],
+        )
 
     def _level(
         self,
@@ -209,35 +246,49 @@ class TopKTreeDrafter(DraftModelUser):
         scores: Scores | None,
         position: int,
     ) -> dict[str, float] | None:
-        """Adds the candidates for the level with this number, with one forward pass and one transfer to the host.
+        """Adds the candidates for the level with this number, with one forward pass and one
+        transfer to the host.
 
-        `alive` becomes the nodes of this level that do not end the output. Returns the signals in `read` of the level's likeliest
-        node; None if there are no candidates. `scores` is the acceptance predictor's function, None if the policy reads none.
+        `alive` becomes the nodes of this level that do not end the output. Returns the signals in
+        `read` of the level's likeliest node; None if there are no candidates. `scores` is the
+        acceptance predictor's function, None if the policy reads none.
         """
         logits = tree.next_logits([node for node, _ in alive])
         if logits is None:
             return None
-        values, tokens = logits.float().log_softmax(dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
+        values, tokens = (
+            logits.float().log_softmax(dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
+        )
         before = upload(torch.tensor([value for _, value in alive]), logits.device)
-        best, positions = (values.clamp_max_(0.0) + before[:, None]).flatten().sort(descending=True, stable=True)  # <= parent's
+        # <= parent's
+        best, positions = (
+            (values.clamp_max_(0.0) + before[:, None]).flatten().sort(descending=True, stable=True)
+        )
         if self._nodes is None:
-            best, positions = best[: self._width], positions[: self._width]
+            best = best[: self._width]
+            positions = positions[: self._width]
         chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
         origins = positions // tokens.shape[1]
         score = None
         if scores is not None and tree.hidden is not None:
             score = scores(tree.hidden.index_select(0, origins[:1])[0], position)[None]
         computed = tree.signals(read, logits, origins[:1], chosen[:1], score=score)
-        on_host = torch.cat((chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))).tolist()
+        on_host = torch.cat(
+            (chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))
+        ).tolist()
         size = len(positions)
-        continued, count = list(alive), 0
+        continued = list(alive)
+        count = 0
         alive.clear()
-        for token, origin, value in zip(*(on_host[start : start + size] for start in (0, size, 2 * size)), strict=True):
+        for token, origin, value in zip(
+            *(on_host[start : start + size] for start in (0, size, 2 * size)), strict=True
+        ):
             if value == -math.inf:
                 break
             (parent, _), node = continued[int(origin)], None
             if count < self._width:
-                node, count = tree.add(parent, int(token)), count + 1
+                node = tree.add(parent, int(token))
+                count = count + 1
                 if token not in self._eos_ids:
                     alive.append((node, value))
             candidates.append(_Candidate(parent, int(token), value, node))

@@ -1,6 +1,8 @@
-"""Verifiers decide which drafted tokens are accepted, and choose the correction or bonus token that follows them.
+"""Verifiers decide which drafted tokens are accepted, and choose the correction or bonus token that
+follows them.
 
-A verifier works on the device. It copies the result (token ids and counts) to the host once for each draft.
+A verifier works on the device. It copies the result (token ids and counts) to the host once for
+each draft.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ if TYPE_CHECKING:
 
 class Verifier(Protocol):
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        """Verifies a draft. `output` holds the target's logits [nodes + 1, vocabulary] after the context and after each node.
+        """Verifies a draft. `output` holds the target's logits [nodes + 1, vocabulary] after the
+        context and after each node.
 
-        The logits after a chain's last token may be missing; a fully accepted draft then gets no bonus token.
+        The logits after a chain's last token may be missing; a fully accepted draft then gets no
+        bonus token.
         """
 
 
 class GreedyVerifier:
-    """Accepts drafted tokens as long as each is the target's argmax: greedy decoding, for chains and trees."""
+    """Accepts drafted tokens as long as each is the target's argmax: greedy decoding, for chains
+    and trees."""
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
@@ -36,19 +41,24 @@ class GreedyVerifier:
         verdict = match_path(draft, choices.__getitem__, len(choices))
         if not any(tied):
             return verdict
-        rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.path) + (verdict.token is not None)]
+        rows = [0, *(node + 1 for node in verdict.path)][
+            : len(verdict.path) + (verdict.token is not None)
+        ]
         return replace(verdict, ties=sum(tied[row] for row in rows))
 
 
 class RejectionSampling:
-    """Verifies drawn tokens by rejection sampling, and all other drafted tokens by whether the target draws the same. Lossless.
+    """Verifies drawn tokens by rejection sampling, and all other drafted tokens by whether the
+    target draws the same. Lossless.
 
-    For chains and trees. p are the target's probabilities and q the draft model's, after temperature, top-k and top-p. The first
-    n nodes, as many as the draft has `probs` for, are a chain drawn from q. Token i of this chain is accepted with probability
-    min(1, p_i / q_i). After the first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023);
-    after a chain without rejection, from p. The other nodes were not drawn at random. If one of them follows the last accepted
-    node and has the token that the target has drawn, it is accepted, and the target draws a token after it from p. This is
-    repeated until no node has the target's token.
+    For chains and trees. p are the target's probabilities and q the draft model's, after
+    temperature, top-k and top-p. The first n nodes, as many as the draft has `probs` for, are a
+    chain drawn from q. Token i of this chain is accepted with probability min(1, p_i / q_i). After
+    the first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al.
+    2023); after a chain without rejection, from p. The other nodes were not drawn at random. If one
+    of them follows the last accepted node and has the token that the target has drawn, it is
+    accepted, and the target draws a token after it from p. This is repeated until no node has the
+    target's token.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -57,17 +67,24 @@ class RejectionSampling:
 
     @inference
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        logits, drawn = output.logits, 0 if draft.probs is None else len(draft.probs)
+        logits = output.logits
+        drawn = 0 if draft.probs is None else len(draft.probs)
         rows = logits.shape[0]
         after = own_tokens(logits, self._sampling, self._generator)
         if not drawn:
             return match_path(draft, after, rows)
         accepted, token = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
-        return match_path(draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted)
+        return match_path(
+            draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted
+        )
 
-    def _accept_drawn(self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor) -> tuple[int, int]:
-        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the target's token after them."""
-        target, length = token_sampling.warp(logits, self._sampling), len(drafted)
+    def _accept_drawn(
+        self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[int, int]:
+        """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the
+        target's token after them."""
+        target = token_sampling.warp(logits, self._sampling)
+        length = len(drafted)
         tokens = upload(torch.tensor(drafted), logits.device)
         draft_probs = move(probs, logits.device)
         p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
@@ -77,7 +94,8 @@ class RejectionSampling:
         # if all tokens were accepted, the next one is drawn from p
         drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])
         residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
-        residual = torch.where(residual.sum() > 0, residual, after)  # all zero through rounding: p equals q
+        # all zero through rounding: p equals q
+        residual = torch.where(residual.sum() > 0, residual, after)
         # a NaN in p rejects a token, so that `draw` gets it and returns -1
         token = token_sampling.draw(residual, self._generator)
         count, own = torch.cat((accepted[None], token)).tolist()
@@ -85,10 +103,12 @@ class RejectionSampling:
 
 
 def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdict:
-    """Returns the verdict with `agreement`: how close target's and draft model's distributions are at each drafted token.
+    """Returns the verdict with `agreement`: how close target's and draft model's distributions are
+    at each drafted token.
 
-    They are the models' own distributions: without penalties, at temperature 1, without top-k and top-p. A draft without logits
-    (of a drafter without a model, or if nothing is recorded) gets the verdict back unchanged.
+    They are the models' own distributions: without penalties, at temperature 1, without top-k and
+    top-p. A draft without logits (of a drafter without a model, or if nothing is recorded) gets the
+    verdict back unchanged.
     """
     if draft.logits is None:
         return verdict
@@ -96,59 +116,83 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
     if draft.is_chain:
         before = before[: len(draft.tokens)]
     else:
-        before = before[upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)]
-    return replace(verdict, agreement=DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits)))
+        before = before[
+            upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)
+        ]
+    return replace(
+        verdict, agreement=DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits))
+    )
 
 
-def own_tokens(logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator) -> Callable[[int], int]:
-    """Returns a function from a row number to a token drawn from this row of `logits` [rows, vocabulary]; -1 if the row holds a
-    NaN.
+def own_tokens(
+    logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+) -> Callable[[int], int]:
+    """Returns a function from a row number to a token drawn from this row of `logits` [rows,
+    vocabulary]; -1 if the row holds a NaN.
 
-    The token is drawn after temperature, top-k and top-p. The function may be called once for each row. On a CPU each call draws
-    one token; on a GPU the first call draws the tokens of all rows, for a single transfer.
+    The token is drawn after temperature, top-k and top-p. The function may be called once for each
+    row. On a CPU each call draws one token; on a GPU the first call draws the tokens of all rows,
+    for a single transfer.
     """
     if logits.is_cpu:
-        return lambda row: int(token_sampling.draw(token_sampling.warp(logits[row], sampling), generator))
+        return lambda row: int(
+            token_sampling.draw(token_sampling.warp(logits[row], sampling), generator)
+        )
     tokens: list[int] = []
 
     def drawn(row: int) -> int:
         if not tokens:
-            tokens.extend(token_sampling.draw(token_sampling.warp(logits, sampling), generator).tolist())
+            tokens.extend(
+                token_sampling.draw(token_sampling.warp(logits, sampling), generator).tolist()
+            )
         return tokens[row]
 
     return drawn
 
 
 def accept_prefix(
-    draft: Draft, output: ModelOutput, count: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+    draft: Draft,
+    output: ModelOutput,
+    count: torch.Tensor,
+    sampling: SamplingParams,
+    generator: torch.Generator,
 ) -> Verdict:
-    """Returns the verdict that accepts a chain's first `count` tokens and lets the target choose the token after them.
+    """Returns the verdict that accepts a chain's first `count` tokens and lets the target choose
+    the token after them.
 
-    `count` is an integer scalar on the device. `output` holds the target's logits after the context and after each token.
+    `count` is an integer scalar on the device. `output` holds the target's logits after the context
+    and after each token.
     """
     logits = output.logits.index_select(0, count[None])[0]
     greedy = sampling.greedy
     token = (
-        token_sampling.argmax_token(logits) if greedy else token_sampling.draw(token_sampling.warp(logits, sampling), generator)
+        token_sampling.argmax_token(logits)
+        if greedy
+        else token_sampling.draw(token_sampling.warp(logits, sampling), generator)
     )
     accepted, own = torch.stack((count, token)).tolist()
     return make_verdict(draft, range(accepted), own)
 
 
-def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int = 0, accepted: int = 0) -> Verdict:
-    """Returns the verdict that accepts the path of drafted tokens on which each token equals the target's choice.
+def match_path(
+    draft: Draft, choice: Callable[[int], int], rows: int, drawn: int = 0, accepted: int = 0
+) -> Verdict:
+    """Returns the verdict that accepts the path of drafted tokens on which each token equals the
+    target's choice.
 
-    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row` - 1. It is called once for
-    each row on the accepted path. `rows` is the number of rows: the one after a chain's last node may be missing, and then a
-    fully accepted chain gets no token after it. The first `drawn` nodes, a chain, have been verified already: the first
-    `accepted` of them are accepted, the others are not.
+    `choice(row)` is the token that the target chooses after the context (row 0) or after node `row`
+    - 1. It is called once for each row on the accepted path. `rows` is the number of rows: the one
+    after a chain's last node may be missing, and then a fully accepted chain gets no token after
+    it. The first `drawn` nodes, a chain, have been verified already: the first `accepted` of them
+    are accepted, the others are not.
     """
     path = list(range(accepted))
     if accepted == rows:
         return Verdict(tuple(path))
     node = accepted - 1
     token = token_sampling.valid_token(choice(accepted), "target")
-    for child in range(drawn, len(draft.tokens)):  # parents precede their children, so one loop follows the path
+    # parents precede their children, so one loop follows the path
+    for child in range(drawn, len(draft.tokens)):
         if draft.parents[child] == node and draft.tokens[child] == token:
             path.append(child)
             node = child
@@ -161,9 +205,11 @@ def match_path(draft: Draft, choice: Callable[[int], int], rows: int, drawn: int
 def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
     """Returns the verdict that accepts the nodes of `path`, followed by the target's `token`.
 
-    The token is a bonus if the path ends at a leaf, otherwise a correction; neither for an empty draft. Raises RunError if the
-    token is -1, which means that the target's logits held a NaN.
+    The token is a bonus if the path ends at a leaf, otherwise a correction; neither for an empty
+    draft. Raises RunError if the token is -1, which means that the target's logits held a NaN.
     """
     last = path[-1] if path else -1
-    source: Source | None = None if not draft.tokens else "correction" if last in draft.parents else "bonus"
+    source: Source | None = (
+        None if not draft.tokens else "correction" if last in draft.parents else "bonus"
+    )
     return Verdict(tuple(path), token_sampling.valid_token(token, "target"), source)

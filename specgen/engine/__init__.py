@@ -1,1 +1,2 @@
-"""Loads models and their tokenizers, and runs models with a KV cache, also with early exit or layer skipping."""
+"""Loads models and their tokenizers, and runs models with a KV cache, also with early exit or layer
+skipping."""

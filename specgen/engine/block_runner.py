@@ -1,4 +1,5 @@
-"""Drafters that compute the logits for all positions of a draft at once: what they share, and PARD."""
+"""Drafters that compute the logits for all positions of a draft at once: what they share, and
+PARD."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
 
 
 class BlockRunner(ABC):
-    """Base of drafters that compute the logits for all positions of a draft together. Implements `DraftRunner`.
+    """Base of drafters that compute the logits for all positions of a draft together. Implements
+    `DraftRunner`.
 
-    They are computed once for each context, as rows: row m predicts the token on level m of a draft, from 0. So the logits after
-    the context are row 0, and those after a drafted token on level m are row m + 1. `longest_draft` is the number of rows.
-    `independent`: no row depends on the tokens drafted before it. `draws`: in sampling, the tokens of a chain are drawn from the
-    rows; otherwise the likeliest are taken, of which more are accepted where rows are independent (drawn tokens need not fit to
-    each other). `like` is a runner whose context limit, vocabulary and device this one has; `penalties` change the logits from
-    which tokens are chosen.
+    They are computed once for each context, as rows: row m predicts the token on level m of a
+    draft, from 0. So the logits after the context are row 0, and those after a drafted token on
+    level m are row m + 1. `longest_draft` is the number of rows. `independent`: no row depends on
+    the tokens drafted before it. `draws`: in sampling, the tokens of a chain are drawn from the
+    rows; otherwise the likeliest are taken, of which more are accepted where rows are independent
+    (drawn tokens need not fit to each other). `like` is a runner whose context limit, vocabulary
+    and device this one has; `penalties` change the logits from which tokens are chosen.
     """
 
     independent = True
@@ -39,18 +42,31 @@ class BlockRunner(ABC):
         self.device = like.device
         self.longest_draft = longest_draft
         self._penalties = penalties
-        self._computed: tuple[Context, int, ModelOutput] | None = None  # a context, its length, the rows after it
+        # a context, its length, the rows after it
+        self._computed: tuple[Context, int, ModelOutput] | None = None
 
     @inference
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+        """Returns the logits after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on.
 
-        The arguments are those of `ModelRunner.logits`. No draft token may be on the level of the last row: the logits after it
-        would need a further row.
+        The arguments are those of `ModelRunner.logits`. No draft token may be on the level of the
+        last row: the logits after it would need a further row.
         """
-        levels = [0, *(depth + 1 for depth in depths(chain_parents(len(draft)) if parents is None else parents))]
+        levels = [
+            0,
+            *(
+                depth + 1
+                for depth in depths(chain_parents(len(draft)) if parents is None else parents)
+            ),
+        ]
         count = 1 + max(levels)
         known = self._computed
         if known is None or not self._is_same(context) or len(known[2].logits) < count:
@@ -66,11 +82,19 @@ class BlockRunner(ABC):
 
     @abstractmethod
     def rows(self, context: Context, count: int) -> ModelOutput:
-        """Computes the rows after the context: at least the first `count`, in order, as an output with `logits` [rows,
-        vocabulary]."""
+        """Computes the rows after the context: at least the first `count`, in order, as an output
+        with `logits` [rows, vocabulary]."""
 
-    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
-        """Returns the output after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+    def after(
+        self,
+        rows: ModelOutput,
+        context: Context,
+        draft: Sequence[int],
+        levels: Sequence[int],
+        start: int,
+    ) -> ModelOutput:
+        """Returns the output after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on.
 
         `levels` has the row of `rows` for each of these indices.
         """
@@ -79,10 +103,12 @@ class BlockRunner(ABC):
         return ModelOutput(rows.logits.index_select(0, picked), states)
 
     def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
-        """Makes the KV cache's next buffers, where there is one, large enough for `capacity` tokens."""
+        """Makes the KV cache's next buffers, where there is one, large enough for `capacity`
+        tokens."""
 
     def clear_cache(self) -> None:
-        """Drops the rows that were computed, and empties the KV cache if there is one. For measurements."""
+        """Drops the rows that were computed, and empties the KV cache if there is one. For
+        measurements."""
         self._computed = None
 
 
@@ -106,21 +132,28 @@ def penalised(
 
 
 class PardRunner(BlockRunner):
-    """Drafts with a PARD model (An et al. 2025, arXiv 2504.18583), which gets the new tokens and then mask tokens in one pass.
+    """Drafts with a PARD model (An et al. 2025, arXiv 2504.18583), which gets the new tokens and
+    then mask tokens in one pass.
 
-    `mask` is the id of the mask token. The logits after the context's last token and after each mask are the rows. When drafted
-    tokens are accepted, they are run as real tokens in place of their masks. The number of masks follows the lengths of the last
-    drafts; if a draft gets longer, its further rows take another pass.
+    `mask` is the id of the mask token. The logits after the context's last token and after each
+    mask are the rows. When drafted tokens are accepted, they are run as real tokens in place of
+    their masks. The number of masks follows the lengths of the last drafts; if a draft gets longer,
+    its further rows take another pass.
     """
 
-    def __init__(self, runner: ModelRunner, mask: int, penalties: PenaltyProcessor | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, mask: int, penalties: PenaltyProcessor | None = None
+    ) -> None:
         super().__init__(runner, LONGEST_DRAFT, penalties)
         self._runner = runner
         self._mask = mask
         self._expected = LONGEST_DRAFT
         self._deepest = LONGEST_DRAFT
         if not 0 <= mask < self.num_embeddings:
-            problem = f"the draft's pard_token is {mask}, and its embedding has {self.num_embeddings:,} rows"
+            problem = (
+                f"the draft's pard_token is {mask}, and its embedding has "
+                f"{self.num_embeddings:,} rows"
+            )
             raise SpecgenError(problem, "Correct its config.json")
 
     def rows(self, context: Context, count: int) -> ModelOutput:
@@ -132,7 +165,14 @@ class PardRunner(BlockRunner):
         output = self._runner.logits(context, [self._mask] * (wanted - 1))
         return ModelOutput(output.logits.clone())
 
-    def after(self, rows: ModelOutput, context: Context, draft: Sequence[int], levels: Sequence[int], start: int) -> ModelOutput:
+    def after(
+        self,
+        rows: ModelOutput,
+        context: Context,
+        draft: Sequence[int],
+        levels: Sequence[int],
+        start: int,
+    ) -> ModelOutput:
         self._deepest = max(self._deepest, 1 + max(levels))
         return super().after(rows, context, draft, levels, start)
 

@@ -1,5 +1,6 @@
-"""Chooses the device and the number of CPU threads: what the user asks for, or else what suits the machine. Also what all code
-needs that runs on devices: copies between them, waiting for them, and torch's inference mode."""
+"""Chooses the device and the number of CPU threads: what the user asks for, or else what suits the
+machine. Also what all code needs that runs on devices: copies between them, waiting for them, and
+torch's inference mode."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import Sample, ThreadTimes, spread, timed
 
-AUTO_MAP = "auto-map"  # the name that means all GPUs together, and the CPU's memory: see `spread.placement`
+# the name that means all GPUs together, and the CPU's memory: see `spread.placement`
+AUTO_MAP = "auto-map"
 _NAMES = "Take auto, cpu, cuda, cuda:N or mps; for a target also auto-map"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MAX_THREADS = torch.get_num_threads()  # before `pick_threads` changes it
 _MAX_SECONDS = 2.0  # work that takes longer is not timed repeatedly
-_TIMING_SECONDS = 0.15  # spent on a choice of the number of threads, after the first round with each
+# spent on a choice of the number of threads, after the first round with each
+_TIMING_SECONDS = 0.15
 _ROOT = Path("/")  # of /proc and /sys
 _MIN_THREAD_SPEEDUP = 1.2  # more threads are used only if they are this many times as fast
 
@@ -33,13 +36,21 @@ T = TypeVar("T")
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then MPS, then the CPU.
+    """Returns the device named `name`: auto, cpu, cuda, cuda:N or mps. `auto` prefers CUDA, then
+    MPS, then the CPU.
 
-    For `auto-map` returns the same as for `auto`; which layers go to other devices is planned later, when the models' sizes are
-    known. Raises SpecgenError for an unknown name, or if the machine does not have the device.
+    For `auto-map` returns the same as for `auto`; which layers go to other devices is planned
+    later, when the models' sizes are known. Raises SpecgenError for an unknown name, or if the
+    machine does not have the device.
     """
     if name in ("auto", AUTO_MAP):
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -53,24 +64,33 @@ def pick_device(name: str) -> torch.device:
                 f"no CUDA device: torch {torch.__version__} {why}",
                 "Leave --device out to use the CPU, or install a CUDA build of torch",
             )
-        count, index = torch.cuda.device_count(), device.index or 0
+        count = torch.cuda.device_count()
+        index = device.index or 0
         if index >= count:
-            raise SpecgenError(f"there is no device cuda:{index}", f"This machine has {count}: cuda:0 to cuda:{count - 1}")
+            raise SpecgenError(
+                f"there is no device cuda:{index}",
+                f"This machine has {count}: cuda:0 to cuda:{count - 1}",
+            )
         return torch.device("cuda", index)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise SpecgenError("no MPS device: this torch or this machine has none", "Leave --device out to use what is there")
+        raise SpecgenError(
+            "no MPS device: this torch or this machine has none",
+            "Leave --device out to use what is there",
+        )
     return torch.device(device.type)
 
 
 def pick_draft_device(name: str | None, target_name: str, target: torch.device) -> torch.device:
-    """Returns the draft model's device, named `name`. None: a second GPU if the target's was chosen by `auto`, else the target's
-    device.
+    """Returns the draft model's device, named `name`. None: a second GPU if the target's was chosen
+    by `auto`, else the target's device.
 
-    `target_name` is the name that the device `target` was chosen by. Raises SpecgenError as `pick_device`.
+    `target_name` is the name that the device `target` was chosen by. Raises SpecgenError as
+    `pick_device`.
     """
     if name == AUTO_MAP:
         raise SpecgenError(
-            "the draft model runs on one device, not on a map", "Name it, as in --draft-device cuda:1, or leave it out"
+            "the draft model runs on one device, not on a map",
+            "Name it, as in --draft-device cuda:1, or leave it out",
         )
     if name is not None:
         return pick_device(name)
@@ -80,13 +100,16 @@ def pick_draft_device(name: str | None, target_name: str, target: torch.device) 
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the device as text, with the product name of a CUDA GPU, because measurements hold for one type of GPU only."""
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    """Returns the device as text, with the product name of a CUDA GPU, because measurements hold
+    for one type of GPU only."""
+    return (
+        f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    )
 
 
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a CPU tensor in page-locked memory if `device` is a GPU, so that the host need not wait for a copy; else the tensor
-    itself.
+    """Returns a CPU tensor in page-locked memory if `device` is a GPU, so that the host need not
+    wait for a copy; else the tensor itself.
 
     Torch does not reuse that memory before copies from it, made with `non_blocking`, have ended.
     """
@@ -94,21 +117,24 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a copy of a CPU tensor on `device`, without waiting for a GPU; on a CPU the tensor itself."""
+    """Returns a copy of a CPU tensor on `device`, without waiting for a GPU; on a CPU the tensor
+    itself."""
     if device.type == "cpu":
         return tensor
     return pinned(tensor, device).to(device, non_blocking=device.type == "cuda")
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in the CPU's memory, and waits for it. From a GPU, it is copied through page-locked memory."""
+    """Returns a copy of a tensor in the CPU's memory, and waits for it. From a GPU, it is copied
+    through page-locked memory."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the tensor on `device`: itself if it is there, or else a copy. The host waits only for a copy to the CPU."""
+    """Returns the tensor on `device`: itself if it is there, or else a copy. The host waits only
+    for a copy to the CPU."""
     if tensor.device == device:
         return tensor
     if device.type == "cpu":
@@ -117,26 +143,30 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Keeps a GPU tensor's memory from being reused before work that is queued on the current stream has read it.
+    """Keeps a GPU tensor's memory from being reused before work that is queued on the current
+    stream has read it.
 
-    To be called before the tensor is dropped, where its memory may have been allocated on another stream. Does nothing for other
-    devices.
+    To be called before the tensor is dropped, where its memory may have been allocated on another
+    stream. Does nothing for other devices.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def synchronizer(device: torch.device) -> Callable[[], None] | None:
-    """Returns a function that waits until the device has finished its queued work; None for a CPU, which queues nothing."""
+    """Returns a function that waits until the device has finished its queued work; None for a CPU,
+    which queues nothing."""
     if device.type == "cuda":  # this stream only: a draft may run on another
         return lambda: torch.cuda.current_stream(device).synchronize()
     return torch.mps.synchronize if device.type == "mps" else None
 
 
 class DeviceTimer:
-    """Finds out when a GPU finishes work that was queued on the current stream. Use: `start`, then any number of `mark`s.
+    """Finds out when a GPU finishes work that was queued on the current stream. Use: `start`, then
+    any number of `mark`s.
 
-    The work is timed by CUDA events. Reading them after the host has waited for a result takes no further waiting.
+    The work is timed by CUDA events. Reading them after the host has waited for a result takes no
+    further waiting.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,11 +174,12 @@ class DeviceTimer:
 
     def start(self) -> None:
         """Begins a measurement. The device should have no work queued."""
-        self._origin, self._started = self._event(), time.perf_counter()
+        self._origin = self._event()
+        self._started = time.perf_counter()
 
     def mark(self) -> Callable[[], float]:
-        """Marks the end of the work queued so far. Returns a function that waits for this work and returns the time when it
-        ended.
+        """Marks the end of the work queued so far. Returns a function that waits for this work and
+        returns the time when it ended.
 
         The time is in seconds on the clock of `time.perf_counter`.
         """
@@ -159,7 +190,8 @@ class DeviceTimer:
 
         def ended() -> float:
             event.synchronize()
-            return max(marked, started + float(origin.elapsed_time(event)) / 1000)  # no event ends before it is queued
+            # no event ends before it is queued
+            return max(marked, started + float(origin.elapsed_time(event)) / 1000)
 
         return ended
 
@@ -170,12 +202,14 @@ class DeviceTimer:
 
 
 def device_timer(device: torch.device) -> DeviceTimer | None:
-    """Returns a timer for the work of a GPU. None for other devices: a CPU has done its work when a call returns."""
+    """Returns a timer for the work of a GPU. None for other devices: a CPU has done its work when a
+    call returns."""
     return DeviceTimer(device) if device.type == "cuda" else None
 
 
 def split_threads() -> tuple[int, int]:
-    """Returns the numbers of CPU threads for the target and for the draft model if both run on the CPU at the same time."""
+    """Returns the numbers of CPU threads for the target and for the draft model if both run on the
+    CPU at the same time."""
     draft = max(1, _MAX_THREADS // 4)
     return max(1, _MAX_THREADS - draft), draft
 
@@ -186,9 +220,12 @@ def free_memory(device: torch.device) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         return None
-    with suppress(OSError, ValueError, StopIteration):  # Linux: with what the system keeps of files, and can drop
+    # Linux: with what the system keeps of files, and can drop
+    with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        return 1024 * int(
+            next(line for line in lines if line.startswith("MemAvailable:")).split()[1]
+        )
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -196,8 +233,8 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def total_memory() -> int | None:
-    """The memory of this machine in bytes, or of the container that this process runs in if that has less; None if the system
-    does not report it."""
+    """The memory of this machine in bytes, or of the container that this process runs in if that
+    has less; None if the system does not report it."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -206,7 +243,8 @@ def total_memory() -> int | None:
 
 
 def _group_limits() -> Iterator[int]:
-    """Yields the most bytes of memory that each control group of this process may take, on Linux."""
+    """Yields the most bytes of memory that each control group of this process may take, on
+    Linux."""
     try:
         groups = (_ROOT / "proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
@@ -233,7 +271,8 @@ def _limits_on_path(mounted: Path, group: str, file: str) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The number of CPU threads, and why it was chosen. `seconds` has the measured time for each number that was tried."""
+    """The number of CPU threads, and why it was chosen. `seconds` has the measured time for each
+    number that was tried."""
 
     threads: int
     reason: str
@@ -241,16 +280,18 @@ class ThreadChoice:
 
 
 def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
-    """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the fastest number.
+    """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the
+    fastest number.
 
-    The sample's spread is that of the times, or the time with one thread over its own processor time if that is more: beside
-    busy programs all times may be long, and evenly, but the thread then waits for a processor. It is infinite where nothing is
-    timed.
+    The sample's spread is that of the times, or the time with one thread over its own processor
+    time if that is more: beside busy programs all times may be long, and evenly, but the thread
+    then waits for a processor. It is infinite where nothing is timed.
 
-    `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number and all of it. A small model
-    gains little from a second thread, and on a busy machine threads wait for each other at every matrix product, which was
-    measured to be twenty times slower. Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not
-    run), or if `work` takes more than `_MAX_SECONDS`, as with a large model.
+    `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number
+    and all of it. A small model gains little from a second thread, and on a busy machine threads
+    wait for each other at every matrix product, which was measured to be twenty times slower.
+    Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not run),
+    or if `work` takes more than `_MAX_SECONDS`, as with a large model.
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
@@ -267,13 +308,27 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
         else:
             work()
 
-    first = timed({all_threads: partial(run, all_threads)}, 1, 0.0, fewest=1, most=1)[all_threads][0]
+    first = timed({all_threads: partial(run, all_threads)}, 1, 0.0, fewest=1, most=1)[all_threads][
+        0
+    ]
     if first > _MAX_SECONDS:
-        return Sample(ThreadChoice(all_threads, "the models are large", {all_threads: first}), 1, 1.0)
+        return Sample(
+            ThreadChoice(all_threads, "the models are large", {all_threads: first}), 1, 1.0
+        )
     candidates = sorted({1, all_threads // 2, all_threads})
-    samples = timed({threads: partial(run, threads) for threads in candidates}, 0, _TIMING_SECONDS, fewest=2, most=4)
+    samples = timed(
+        {threads: partial(run, threads) for threads in candidates},
+        0,
+        _TIMING_SECONDS,
+        fewest=2,
+        most=4,
+    )
     best = {threads: min(taken) for threads, taken in samples.items()}
-    chosen = next(threads for threads in candidates if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values()))
+    chosen = next(
+        threads
+        for threads in candidates
+        if best[threads] <= _MIN_THREAD_SPEEDUP * min(best.values())
+    )
     torch.set_num_threads(all_threads)
     choice = ThreadChoice(chosen, "the fewest of those that are nearly the fastest", best)
     scatter = max(map(spread, samples.values()))
@@ -281,9 +336,11 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates `function` to run in torch's inference mode: without gradients and autograd bookkeeping.
+    """Decorates `function` to run in torch's inference mode: without gradients and autograd
+    bookkeeping.
 
-    If inference mode is on already when the function is called, this costs almost nothing, unlike torch's own decorator.
+    If inference mode is on already when the function is called, this costs almost nothing, unlike
+    torch's own decorator.
     """
 
     @wraps(function)

@@ -1,7 +1,7 @@
 """Chooses the dtype that a model is run in: the one the user asks for, or else what a rule says.
 
-The rule depends on the model and the machine alone and not on measured times, because another dtype gives another text.
-Also computes how much memory a model's weights take in the chosen dtype.
+The rule depends on the model and the machine alone and not on measured times, because another dtype
+gives another text. Also computes how much memory a model's weights take in the chosen dtype.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 class DtypeChoice:
     """The dtype of a model's weights and computations, and why it was chosen.
 
-    `quantise` (`int8`, `int4`) is what the weights are rounded to; None: they are not rounded. `warning` is a sentence for the
-    user where the dtype is not the one to be expected; None if there is nothing to say.
+    `quantise` (`int8`, `int4`) is what the weights are rounded to; None: they are not rounded.
+    `warning` is a sentence for the user where the dtype is not the one to be expected; None if
+    there is nothing to say.
     """
 
     dtype: torch.dtype
@@ -48,77 +49,108 @@ class DtypeChoice:
 def choose_dtypes(
     models: Sequence[PreparedModel], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
 ) -> list[DtypeChoice]:
-    """Returns the dtype of a target and, if `models` has a second one, of its draft model. `devices` are the models' devices.
+    """Returns the dtype of a target and, if `models` has a second one, of its draft model.
+    `devices` are the models' devices.
 
-    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_dtype` and `choose_draft_dtype` do.
+    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_dtype` and
+    `choose_draft_dtype` do.
     """
     target, *drafts = models
     of_drafts = [choose_draft_dtype(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts]
     return [choose_dtype(dtypes[0], target, devices[0]), *of_drafts]
 
 
-def choose_draft_dtype(name: str | None, dtype: str, draft: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the dtype of a draft model: `name` (--draft-dtype), or if that is None `dtype` (--dtype).
+def choose_draft_dtype(
+    name: str | None, dtype: str, draft: PreparedModel, device: torch.device
+) -> DtypeChoice:
+    """Returns the dtype of a draft model: `name` (--draft-dtype), or if that is None `dtype`
+    (--dtype).
 
-    A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its products take the same time in all
-    dtypes, and elsewhere in the dtype of its weights. If products with rounded weights do not work on this machine, the weights
-    are not rounded, and the choice's `warning` says why. Raises SpecgenError for an unknown name, and for rounding the weights of
-    a model that transformers runs.
+    A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its
+    products take the same time in all dtypes, and elsewhere in the dtype of its weights. If
+    products with rounded weights do not work on this machine, the weights are not rounded, and the
+    choice's `warning` says why. Raises SpecgenError for an unknown name, and for rounding the
+    weights of a model that transformers runs.
     """
-    kind, other = name or dtype, "auto" if dtype in QUANTISED else dtype
+    kind = name or dtype
+    other = "auto" if dtype in QUANTISED else dtype
     if kind not in QUANTISED or (name is None and draft.rounding_refusal is not None):
         return choose_dtype(other if name is None else kind, draft, device)
     if draft.rounding_refusal is not None:
         raise SpecgenError(
-            f"--draft-dtype {name} needs the native backend and no experts, and {draft.rounding_refusal}",
+            (
+                f"--draft-dtype {name} needs the native backend and no experts, and "
+                f"{draft.rounding_refusal}"
+            ),
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
     if (problem := refusal(kind, device)) is not None:
-        return replace(choose_dtype(other, draft, device), warning=f"{draft.name} is not quantised: {problem}")
+        return replace(
+            choose_dtype(other, draft, device), warning=f"{draft.name} is not quantised: {problem}"
+        )
     own = torch.float32 if device.type == "cpu" else _own(draft)
-    return DtypeChoice(own, "chosen by --dtype" if name is None else "chosen by --draft-dtype", kind)
+    return DtypeChoice(
+        own, "chosen by --dtype" if name is None else "chosen by --draft-dtype", kind
+    )
 
 
 def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the choice of int8 weights for a target, which then computes in float32. Raises SpecgenError if that is not
-    possible."""
+    """Returns the choice of int8 weights for a target, which then computes in float32. Raises
+    SpecgenError if that is not possible."""
     why = target.rounding_refusal
     if why is not None:
         pass
     elif target.architecture is not None and target.architecture.recurrent is not None:
         why = f"{target.name} has recurrent layers, whose states would depend on the passes"
     elif device.type != "cpu" or machine.launch() is not None:
-        why = f"{target.name} would run on {device}" + (" of several processes" if device.type == "cpu" else "")
+        why = f"{target.name} would run on {device}" + (
+            " of several processes" if device.type == "cpu" else ""
+        )
     else:
         why = refusal("int8", device)
         if why is None and not rows_are_independent("int8", device):
             why = "its products of one token depend on the other tokens here"
     if why is not None:
-        problem = f"--dtype int8 needs the native backend on a CPU and dense layers with attention, and {why}"
-        raise SpecgenError(problem, "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu")
+        problem = (
+            "--dtype int8 needs the native backend on a CPU and dense layers with "
+            f"attention, and {why}"
+        )
+        raise SpecgenError(
+            problem,
+            "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu",
+        )
     return DtypeChoice(torch.float32, "chosen by --dtype", "int8")
 
 
-def as_chosen(model: PreparedModel, choice: DtypeChoice, *, is_target: bool = False) -> PreparedModel:
-    """Returns the model with the choice's rounding of weights entered in its source, by which it is loaded."""
+def as_chosen(
+    model: PreparedModel, choice: DtypeChoice, *, is_target: bool = False
+) -> PreparedModel:
+    """Returns the model with the choice's rounding of weights entered in its source, by which it is
+    loaded."""
     wide_attention = is_target and choice.quantise is not None
-    return replace(model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention))
+    return replace(
+        model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention)
+    )
 
 
 def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the dtype named `name` to run a model in. `auto` is float32 on a CPU, and elsewhere the dtype of the weights.
+    """Returns the dtype named `name` to run a model in. `auto` is float32 on a CPU, and elsewhere
+    the dtype of the weights.
 
-    On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's memory in float32, and bfloat16
-    for a quantised GGUF file; the choice's `warning` says so. If a checkpoint is quantised, its quantised weights stay as they
-    are stored: the dtype is that of the other weights and of the computation. (Those of a GGUF file are converted.) Raises
-    SpecgenError for an unknown name, and if weights are quantised in a format that cannot be loaded here.
+    On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's
+    memory in float32, and bfloat16 for a quantised GGUF file; the choice's `warning` says so. If a
+    checkpoint is quantised, its quantised weights stay as they are stored: the dtype is that of the
+    other weights and of the computation. (Those of a GGUF file are converted.) Raises SpecgenError
+    for an unknown name, and if weights are quantised in a format that cannot be loaded here.
     """
     dequantises = model.dequantises_on(device)
     if name == "int8":
         return _rounded_target(model, device)
     if name != "auto":
         if name not in DTYPES:
-            raise SpecgenError(f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)} or int8")
+            raise SpecgenError(
+                f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)} or int8"
+            )
         return DtypeChoice(DTYPES[name], "chosen by --dtype")
     own = _own(model)
     if model.quantisation is not None and not dequantises:
@@ -130,18 +162,30 @@ def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> Dtype
 
 
 def check_room(model: PreparedModel, device: torch.device, choice: DtypeChoice) -> None:
-    """Raises RunError if 16-bit or quantised weights that are widened to float32 on a CPU do not fit into its free memory.
+    """Raises RunError if 16-bit or quantised weights that are widened to float32 on a CPU do not
+    fit into its free memory.
 
-    They are not loaded as they are stored instead: with another dtype, the same command would give another text.
+    They are not loaded as they are stored instead: with another dtype, the same command would give
+    another text.
     """
     narrow = _narrow(model)
-    if device.type != "cpu" or choice.dtype != torch.float32 or narrow is None or choice.quantise is not None:
+    if (
+        device.type != "cpu"
+        or choice.dtype != torch.float32
+        or narrow is None
+        or choice.quantise is not None
+    ):
         return
     needed = _float32_bytes(model)
     free = free_memory(device)
     if free is not None and needed > free:
-        problem = f"{model.name} takes {_gib(needed)} of memory in float32, and {_gib(free)} are free"
-        raise RunError(problem, f"Close other programs, or take --dtype {_name(narrow)}, which may give another text")
+        problem = (
+            f"{model.name} takes {_gib(needed)} of memory in float32, and {_gib(free)} are free"
+        )
+        raise RunError(
+            problem,
+            f"Close other programs, or take --dtype {_name(narrow)}, which may give another text",
+        )
 
 
 def _own(model: PreparedModel) -> torch.dtype:
@@ -149,8 +193,8 @@ def _own(model: PreparedModel) -> torch.dtype:
 
 
 def _narrow(model: PreparedModel) -> torch.dtype | None:
-    """Returns the 16-bit dtype of a model that is stored in fewer bits than float32 has; None for one that is stored in
-    float32."""
+    """Returns the 16-bit dtype of a model that is stored in fewer bits than float32 has; None for
+    one that is stored in float32."""
     own = _own(model)
     if own != torch.float32:
         return own
@@ -162,9 +206,11 @@ def _is_stored_in_floats(model: PreparedModel) -> bool:
 
 
 def _on_cpu(narrow: torch.dtype, model: PreparedModel) -> DtypeChoice:
-    """Returns float32 for a model of the 16-bit dtype `narrow`; `narrow` if its weights take too much memory in float32.
+    """Returns float32 for a model of the 16-bit dtype `narrow`; `narrow` if its weights take too
+    much memory in float32.
 
-    What counts is all memory of the machine, because the memory that is free differs from start to start.
+    What counts is all memory of the machine, because the memory that is free differs from start to
+    start.
     """
     needed = _float32_bytes(model)
     total = total_memory()
@@ -188,16 +234,25 @@ def _gib(count: int) -> str:
     return f"{count / (1 << 30):,.1f} GiB"
 
 
-def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> dict[str, int]:
+def weight_bytes(
+    prepared: PreparedModel, device: torch.device, weights: DtypeChoice
+) -> dict[str, int]:
     """Returns the bytes of each of a model's tensors in memory, by name.
 
-    A quantised checkpoint's weights stay packed as in its files, unless they are dequantised on this device. If `weights` rounds
-    the weights when they are loaded, the LM head is a table apart from the embedding. Raises SpecgenError for unreadable files.
+    A quantised checkpoint's weights stay packed as in its files, unless they are dequantised on
+    this device. If `weights` rounds the weights when they are loaded, the LM head is a table apart
+    from the embedding. Raises SpecgenError for unreadable files.
     """
-    size, stored = weights.dtype.itemsize, stored_tensors(prepared.folder)
+    size = weights.dtype.itemsize
+    stored = stored_tensors(prepared.folder)
     if prepared.quantisation is not None and not prepared.dequantises_on(device):
-        each = {name: size if kind in _STORED_FLOATS else _BYTES.get(kind, 1) for name, (_, kind) in stored.items()}
-        return {name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()}
+        each = {
+            name: size if kind in _STORED_FLOATS else _BYTES.get(kind, 1)
+            for name, (_, kind) in stored.items()
+        }
+        return {
+            name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()
+        }
     found = {name: count * size for name, count in prepared.parameters.items()}
     if weights.quantise is not None:
         tables = {name: name for name in found if len(stored[name][0]) == 2}
@@ -205,5 +260,7 @@ def weight_bytes(prepared: PreparedModel, device: torch.device, weights: DtypeCh
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding
         for name, own in tables.items():
-            found[name] = quantised_bytes(weights.quantise, prepared.parameters[own], stored[own][0][0])
+            found[name] = quantised_bytes(
+                weights.quantise, prepared.parameters[own], stored[own][0][0]
+            )
     return found

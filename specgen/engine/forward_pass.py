@@ -1,4 +1,5 @@
-"""The input and the output of one forward pass, in the form that all backends (native, transformers) share."""
+"""The input and the output of one forward pass, in the form that all backends (native,
+transformers) share."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ class TreeNodes(NamedTuple):
 
 
 def chain_parents(length: int) -> range:
-    """Returns the parent indices of a chain of `length` tokens: -1, 0, 1, ... A range is cheap to make, slice and compare."""
+    """Returns the parent indices of a chain of `length` tokens: -1, 0, 1, ... A range is cheap to
+    make, slice and compare."""
     return range(-1, length - 1)
 
 
 def draft_nodes(tokens: list[int], parents: Sequence[int] | None) -> TreeNodes:
-    """Returns the nodes of a draft; `parents` None means a chain. The parents of a chain are returned as a range, in whatever
-    form given."""
+    """Returns the nodes of a draft; `parents` None means a chain. The parents of a chain are
+    returned as a range, in whatever form given."""
     chain = chain_parents(len(tokens))
     is_tree = not (parents is None or isinstance(parents, range)) and list(parents) != list(chain)
     return TreeNodes(tokens, list(parents or ()) if is_tree else chain)
@@ -37,18 +39,19 @@ NO_NODES = TreeNodes([], chain_parents(0))
 
 
 class Cache(Protocol):
-    """A KV cache with one entry per token of each sequence in each layer. The first `length` entries are valid.
+    """A KV cache with one entry per token of each sequence in each layer. The first `length`
+    entries are valid.
 
-    Forward passes write after the first `length` entries and do not change `length`; the caller does. When buffers are allocated
-    anew, they have room for at least `capacity` tokens.
+    Forward passes write after the first `length` entries and do not change `length`; the caller
+    does. When buffers are allocated anew, they have room for at least `capacity` tokens.
     """
 
     length: int
     capacity: int
 
     def restorable(self, length: int) -> int:
-        """Returns the largest length, at most `length`, to which the cache can be rolled back: 0 if a layer's state has moved
-        past it. `length` entries are valid."""
+        """Returns the largest length, at most `length`, to which the cache can be rolled back: 0 if
+        a layer's state has moved past it. `length` entries are valid."""
         ...
 
     def gather(self, indices: Sequence[int], start: int) -> None:
@@ -73,9 +76,10 @@ class Cache(Protocol):
 class ForwardPass(NamedTuple):
     """One forward pass over some of the tokens of a context followed by a draft.
 
-    The pass runs the tokens with indices `first` to `last - 1` and writes their keys and values to the same indices of `cache`. A
-    committed token's position is its index; a draft node's position is the context's length plus its depth in the tree.
-    `long_rope`: a LongRoPE model uses its frequencies for long contexts.
+    The pass runs the tokens with indices `first` to `last - 1` and writes their keys and values to
+    the same indices of `cache`. A committed token's position is its index; a draft node's position
+    is the context's length plus its depth in the tree. `long_rope`: a LongRoPE model uses its
+    frequencies for long contexts.
     """
 
     context: Context
@@ -91,7 +95,10 @@ class ForwardPass(NamedTuple):
         length = len(self.context)
         if self.first >= length:
             return self.draft.tokens[self.first - length : self.last - length]
-        return self.context.ids[self.first : self.last] + self.draft.tokens[: max(self.last - length, 0)]
+        return (
+            self.context.ids[self.first : self.last]
+            + self.draft.tokens[: max(self.last - length, 0)]
+        )
 
     @property
     def is_chain(self) -> bool:
@@ -101,9 +108,10 @@ class ForwardPass(NamedTuple):
 class BatchPass(NamedTuple):
     """One forward pass over n tokens of each of several sequences.
 
-    `ids` and `positions` are [batch, n]. The keys are those in `cache`, followed by those of the n tokens; without a cache (None)
-    they are those of the n tokens alone. `visible` [batch, n, keys] is true where a token may see a key, `key_positions` [batch,
-    keys] are the positions of the keys' tokens. Sliding windows are not part of `visible`: the model applies them, by the
+    `ids` and `positions` are [batch, n]. The keys are those in `cache`, followed by those of the n
+    tokens; without a cache (None) they are those of the n tokens alone. `visible` [batch, n, keys]
+    is true where a token may see a key, `key_positions` [batch, keys] are the positions of the
+    keys' tokens. Sliding windows are not part of `visible`: the model applies them, by the
     positions.
     """
 
@@ -115,23 +123,25 @@ class BatchPass(NamedTuple):
 
 
 def text_pass(ids: torch.Tensor) -> BatchPass:
-    """Returns the pass over a single text, from its beginning and without a cache. `ids` [n] are the text's token ids."""
+    """Returns the pass over a single text, from its beginning and without a cache. `ids` [n] are
+    the text's token ids."""
     positions = torch.arange(len(ids), device=ids.device)[None]
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
     return BatchPass(ids[None], positions, causal[None], positions)
 
 
 class ModelOutput(NamedTuple):
-    """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's next call.
+    """The output of a forward pass for n tokens: `logits` [n, vocabulary], valid until the runner's
+    next call.
 
-    Tokens are chosen from `logits`. If penalties were applied to these (`PenaltyProcessor`), `unpenalised` [n, the model's
-    vocabulary] are the logits before; otherwise it is None.
-    `hidden_states` [n, width] are the LM head's inputs; None if the model was run by transformers' own `forward`, which does not
-    return them.
-    `features` [m, ...] are the hidden states that `taps` of `engine.model.Model.forward` ask for, of all m tokens of the pass;
-    None without taps.
-    `unrestricted` [n, vocabulary + m] is for a draft model with another tokenizer: its logits without penalties, also those of
-    its m tokens that the target lacks and that cannot be drafted. None if there are none.
+    Tokens are chosen from `logits`. If penalties were applied to these (`PenaltyProcessor`),
+    `unpenalised` [n, the model's vocabulary] are the logits before; otherwise it is None.
+    `hidden_states` [n, width] are the LM head's inputs; None if the model was run by transformers'
+    own `forward`, which does not return them. `features` [m, ...] are the hidden states that `taps`
+    of `engine.model.Model.forward` ask for, of all m tokens of the pass; None without taps.
+    `unrestricted` [n, vocabulary + m] is for a draft model with another tokenizer: its logits
+    without penalties, also those of its m tokens that the target lacks and that cannot be drafted.
+    None if there are none.
     """
 
     logits: torch.Tensor
@@ -150,34 +160,39 @@ class ModelOutput(NamedTuple):
         return ModelOutput(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
 
     def unpenalised_part(self, vocab_size: int) -> torch.Tensor | None:
-        """Returns the logits of the draft model's own distribution, from which signals are computed; None if these are `logits`.
+        """Returns the logits of the draft model's own distribution, from which signals are
+        computed; None if these are `logits`.
 
-        They are `unrestricted`, or if that is None `unpenalised` without the columns from `vocab_size` on.
+        They are `unrestricted`, or if that is None `unpenalised` without the columns from
+        `vocab_size` on.
         """
         if self.unrestricted is not None:
             return self.unrestricted
         return None if self.unpenalised is None else self.unpenalised[:, :vocab_size]
 
 
-# A function that runs a model, or some of its layers, on a forward pass. Its second argument is `logits_to_keep`: it returns the
-# output for this number of tokens, the last ones of the pass.
+# A function that runs a model, or some of its layers, on a forward pass. Its second argument is
+# `logits_to_keep`: it returns the output for this number of tokens, the last ones of the pass.
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 
 
 class LayerPart(NamedTuple):
-    """A decoder layer to run, by its index `layer` in the model. Its attention or its MLP may be left out."""
+    """A decoder layer to run, by its index `layer` in the model. Its attention or its MLP may be
+    left out."""
 
     layer: int
     attention: bool = True
     mlp: bool = True
 
 
-# A function that returns the hidden states [n, width] that enter a model's later layers in a forward pass over n tokens.
+# A function that returns the hidden states [n, width] that enter a model's later layers in a
+# forward pass over n tokens.
 HiddenSource = Callable[[ForwardPass], torch.Tensor]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context, whose children have depth 0)."""
+    """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context,
+    whose children have depth 0)."""
     found: list[int] = []
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
@@ -185,9 +200,13 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def positions(forward_pass: ForwardPass) -> list[int] | range:
-    """Returns the positions of the tokens that the forward pass runs; a range unless the draft is a tree."""
+    """Returns the positions of the tokens that the forward pass runs; a range unless the draft is a
+    tree."""
     context, draft, first, last = forward_pass[:4]
     if forward_pass.is_chain:
         return range(first, last)
     length = len(context)
-    return [*range(first, min(last, length)), *(length + depth for depth in depths(draft.parents)[max(first - length, 0) :])]
+    return [
+        *range(first, min(last, length)),
+        *(length + depth for depth in depths(draft.parents)[max(first - length, 0) :]),
+    ]

@@ -1,6 +1,7 @@
 """Runs one model on one sequence with a KV cache.
 
-Callers pass the whole sequence and get logits; the runner runs those tokens that its KV cache does not hold.
+Callers pass the whole sequence and get logits; the runner runs those tokens that its KV cache does
+not hold.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
-    `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that the model has embeddings for,
-    `vocab_size` the number of logits per position. A runner may also have a number `longest_draft`, the most tokens (levels, for
-    a tree) that it can draft, and a method `room(context)`, which replaces the usual rule for how many tokens fit after a
-    context.
+    `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that
+    the model has embeddings for, `vocab_size` the number of logits per position. A runner may also
+    have a number `longest_draft`, the most tokens (levels, for a tree) that it can draft, and a
+    method `room(context)`, which replaces the usual rule for how many tokens fit after a context.
     """
 
     @property
@@ -55,13 +56,18 @@ class DraftRunner(Protocol):
     def device(self) -> torch.device: ...
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the last context token (index 0) and after each draft token i (index i + 1), from index
-        `start` on.
+        """Returns the logits after the last context token (index 0) and after each draft token i
+        (index i + 1), from index `start` on.
 
-        Their shape is [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of draft token i's parent in the tree
-        (-1: the context); `parents` None means a chain.
+        Their shape is [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of draft
+        token i's parent in the tree (-1: the context); `parents` None means a chain.
         """
         ...
 
@@ -70,7 +76,8 @@ class KeptDraftRunner(DraftRunner, Protocol):
     """A draft runner whose KV caches stay between runs."""
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV caches large enough for `capacity` tokens, so that they need not grow during a run."""
+        """Makes the KV caches large enough for `capacity` tokens, so that they need not grow during
+        a run."""
 
     def clear_cache(self) -> None:
         """Empties the KV caches, so that the next call runs its whole context."""
@@ -91,21 +98,24 @@ class AcceptancePredictor(Protocol):
         """Starts a draft after `context`."""
 
     def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns the probability, a scalar tensor, of the token at `position` of the draft (from 1), which was predicted from
-        the hidden state `draft_hidden` [width]."""
+        """Returns the probability, a scalar tensor, of the token at `position` of the draft (from
+        1), which was predicted from the hidden state `draft_hidden` [width]."""
         ...
 
 
 def longest_draft(runner: DraftRunner) -> int | None:
-    """Returns the most tokens (levels, for a tree) that the runner can draft; None: as many as its context limit allows."""
+    """Returns the most tokens (levels, for a tree) that the runner can draft; None: as many as its
+    context limit allows."""
     number: int | None = getattr(runner, "longest_draft", None)
     return number
 
 
 def room(runner: DraftRunner, context: Context) -> int:
-    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative if the context is too long.
+    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative
+    if the context is too long.
 
-    0 if the context holds a token that the model has no embedding for. If the runner has a method `room`, this method decides.
+    0 if the context holds a token that the model has no embedding for. If the runner has a method
+    `room`, this method decides.
     """
     own: Callable[[Context], int] | None = getattr(runner, "room", None)
     if own is not None:
@@ -114,10 +124,11 @@ def room(runner: DraftRunner, context: Context) -> int:
 
 
 class HiddenStates(NamedTuple):
-    """The hidden states `states` [n, width] that a call of `ModelRunner.logits` returned, from index `start` on.
+    """The hidden states `states` [n, width] that a call of `ModelRunner.logits` returned, from
+    index `start` on.
 
-    Index 0 is the hidden state at the last token of the call's context, which had `length` tokens; index i + 1 is that at node i
-    of the call's `draft`.
+    Index 0 is the hidden state at the last token of the call's context, which had `length` tokens;
+    index i + 1 is that at node i of the call's `draft`.
     """
 
     length: int
@@ -128,8 +139,9 @@ class HiddenStates(NamedTuple):
     def before_last(self, context: Context) -> torch.Tensor | None:
         """Returns the hidden state [width] from which the last token of `context` was predicted.
 
-        `context` is the context of the call that returned these states, with the tokens added since. The added tokens but the
-        last one must be a path of that call's draft; otherwise returns None.
+        `context` is the context of the call that returned these states, with the tokens added
+        since. The added tokens but the last one must be a path of that call's draft; otherwise
+        returns None.
         """
         tokens = context.ids[self.length : -1]
         path = matching_path(self.draft, tokens)
@@ -139,11 +151,13 @@ class HiddenStates(NamedTuple):
 
 
 class ModelRunner:
-    """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers never roll back themselves.
+    """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers
+    never roll back themselves.
 
-    Each call may have another context, and the runner stays usable after an interrupted call. `penalties` changes the logits from
-    which tokens are chosen (None: no change). `forward` is the function that runs the model; None: the whole model. `cache` is
-    another runner's KV cache to share; None makes a new one. `context_limit` is the longest context in tokens.
+    Each call may have another context, and the runner stays usable after an interrupted call.
+    `penalties` changes the logits from which tokens are chosen (None: no change). `forward` is the
+    function that runs the model; None: the whole model. `cache` is another runner's KV cache to
+    share; None makes a new one. `context_limit` is the longest context in tokens.
     """
 
     def __init__(
@@ -160,31 +174,44 @@ class ModelRunner:
         self._forward = model.forward() if forward is None else forward
         self._penalties = penalties
         static = self._forward if isinstance(self._forward, StaticForward) else None
-        self._feeding = static if static is not None and static.feeds and penalties is None else None
+        self._feeding = (
+            static if static is not None and static.feeds and penalties is None else None
+        )
         self._cached = CachedPrefix(self.cache, model.shape.rope_boundary, exact=model.exact)
         self._last: tuple[Context, HiddenStates] | None = None  # the last call's
-        self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()  # of the last call with each other context
+        # of the last call with each other context
+        self._earlier: WeakKeyDictionary[Context, HiddenStates] = WeakKeyDictionary()
         self.forward_count = 0  # counts forward passes and clearings of the cache
 
     def clear_cache(self) -> None:
         """Empties the KV cache, so that the next call runs its whole context. For measurements."""
         self._cached.clear()
-        self.forward_count += 1  # tells a runner that shares this cache that its entries are gone, see `share_prefix`
+        # tells a runner that shares this cache that its entries are gone, see `share_prefix`
+        self.forward_count += 1
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need not grow during a run."""
+        """Makes the KV cache's next buffers large enough for `capacity` tokens, so that they need
+        not grow during a run."""
         self.cache.capacity = max(self.cache.capacity, capacity)
 
     @inference
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the last context token (index 0) and after each draft token i (index i + 1).
+        """Returns the logits after the last context token (index 0) and after each draft token i
+        (index i + 1).
 
-        Only the logits from index `start` on are returned: [draft tokens + 1 - `start`, vocabulary]. `parents[i]` is the index of
-        draft token i's parent in the tree, lower than i (-1: the context); `parents` None means a chain. Runs the model on the
-        tokens that its KV cache lacks, in one pass; most of a long prompt is run in chunks before this pass. Draft tokens of the
-        last call that have been accepted, and so are part of `context` now, are not run again.
+        Only the logits from index `start` on are returned: [draft tokens + 1 - `start`,
+        vocabulary]. `parents[i]` is the index of draft token i's parent in the tree, lower than i
+        (-1: the context); `parents` None means a chain. Runs the model on the tokens that its KV
+        cache lacks, in one pass; most of a long prompt is run in chunks before this pass. Draft
+        tokens of the last call that have been accepted, and so are part of `context` now, are not
+        run again.
         """
         tokens = list(draft)
         nodes = draft_nodes(tokens, parents)
@@ -193,7 +220,9 @@ class ModelRunner:
         self._cached.truncate_for(context, nodes, start)
         for forward_pass in self._cached.missing_passes(context, nodes, end):
             self.forward_count += 1
-            output = self._forward(forward_pass, len(tokens) + 1 - start if forward_pass.last == end else 1)
+            output = self._forward(
+                forward_pass, len(tokens) + 1 - start if forward_pass.last == end else 1
+            )
         if output.hidden_states is not None:
             self._last = context, HiddenStates(len(context), nodes, start, output.hidden_states)
         if self._penalties is not None:
@@ -203,26 +232,31 @@ class ModelRunner:
 
     @property
     def chooses_on_device(self) -> bool:
-        """Whether the tokens of a chain can be chosen on the device, by `chooser`, `choose_next` and `count_chosen`.
+        """Whether the tokens of a chain can be chosen on the device, by `chooser`, `choose_next`
+        and `count_chosen`.
 
-        True only with CUDA graphs and without penalties: elsewhere choosing on the host is as fast, or necessary.
+        True only with CUDA graphs and without penalties: elsewhere choosing on the host is as fast,
+        or necessary.
         """
         return self._feeding is not None
 
     def chooser(self, rule: Hashable, make: Callable[[], TokenChooser]) -> TokenChooser:
-        """Returns the object that chooses tokens in `choose_next(rule, ...)`: made by `make` at the first call with this rule,
-        and then kept."""
+        """Returns the object that chooses tokens in `choose_next(rule, ...)`: made by `make` at the
+        first call with this rule, and then kept."""
         assert self._feeding is not None
         return self._feeding.chooser(rule, make)
 
     @inference
-    def choose_next(self, rule: Hashable, context: Context, draft: Sequence[int], chosen: int) -> None:
+    def choose_next(
+        self, rule: Hashable, context: Context, draft: Sequence[int], chosen: int
+    ) -> None:
         """Chooses a further token of a chain on the device, without the host reading it.
 
-        The chain follows the context and the draft `draft` (a chain too), and has `chosen` tokens already. One chain is made by
-        calls with the same arguments but for `chosen`: 0, 1, ... Each call runs the token that the call before chose. The caller
-        gets the tokens from the chooser of this `rule`, and reports those that were run to `count_chosen`, so that they need not
-        be run again.
+        The chain follows the context and the draft `draft` (a chain too), and has `chosen` tokens
+        already. One chain is made by calls with the same arguments but for `chosen`: 0, 1, ... Each
+        call runs the token that the call before chose. The caller gets the tokens from the chooser
+        of this `rule`, and reports those that were run to `count_chosen`, so that they need not be
+        run again.
         """
         assert self._feeding is not None
         if chosen == 0:
@@ -234,8 +268,8 @@ class ModelRunner:
             self._feeding.feed(rule, self.cache, position, long_rope=is_long)
 
     def count_chosen(self, tokens: Sequence[int]) -> None:
-        """Counts a chain of tokens after the context as cached: the `draft` of the last calls of `choose_next`, and the tokens
-        that they ran."""
+        """Counts a chain of tokens after the context as cached: the `draft` of the last calls of
+        `choose_next`, and the tokens that they ran."""
         self._cached.draft = draft_nodes(list(tokens), None)
 
     def cached_tokens(self, context: Context) -> int:
@@ -244,11 +278,12 @@ class ModelRunner:
         return self._cached.committed
 
     def share_prefix(self, context: Context) -> tuple[int, int]:
-        """Makes sure that the KV cache holds all tokens of `context` but the last, so that another runner can read them.
+        """Makes sure that the KV cache holds all tokens of `context` but the last, so that another
+        runner can read them.
 
-        The other runner shares the cache and may write after these tokens. Returns how many tokens are cached, and a number that
-        differs from that of the last call if this runner has written to the cache since; what the other runner had written is
-        then invalid.
+        The other runner shares the cache and may write after these tokens. Returns how many tokens
+        are cached, and a number that differs from that of the last call if this runner has written
+        to the cache since; what the other runner had written is then invalid.
         """
         cached = self._cached
         cached.switch_to(context)
@@ -258,18 +293,19 @@ class ModelRunner:
         return cached.committed, self.forward_count
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width], after the norm, from which this runner predicted the last token of `context`.
+        """Returns the hidden state [width], after the norm, from which this runner predicted the
+        last token of `context`.
 
-        It was computed by the last call with this context, before the context grew; other contexts may have been run since. None
-        if that call did not compute it.
+        It was computed by the last call with this context, before the context grew; other contexts
+        may have been run since. None if that call did not compute it.
         """
         last = self._last
         found = last[1] if last is not None and last[0] is context else self._earlier.get(context)
         return None if found is None else found.before_last(context)
 
     def _keep_hidden_states(self, context: Context) -> None:
-        """Copies the hidden states of the last call if it had another context than `context`, because the next call overwrites
-        them."""
+        """Copies the hidden states of the last call if it had another context than `context`,
+        because the next call overwrites them."""
         if self._last is not None and self._last[0] is not context:
             other, hidden = self._last
             self._earlier[other] = hidden._replace(states=hidden.states.clone())
@@ -280,9 +316,11 @@ class ModelRunner:
 
     @inference
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Returns the log-likelihood (nats) of `token_ids` after the prompt at temperature 1, computed in float32.
+        """Returns the log-likelihood (nats) of `token_ids` after the prompt at temperature 1,
+        computed in float32.
 
-        The runner's penalties apply; for the model's own distribution use a runner without penalties.
+        The runner's penalties apply; for the model's own distribution use a runner without
+        penalties.
         """
         context = Context(prompt_ids)
         total = torch.zeros((), device=self.device)
@@ -298,9 +336,10 @@ class ModelRunner:
 class Runners(NamedTuple):
     """The runners of a run's models.
 
-    `target` verifies. `draft` runs the draft model, or the part of the target that drafts; None if none does. A trained part
-    reads the hidden states (or keys and values) that `target` keeps. For early exit, `first` runs the layers that both share, and
-    `predictor` predicts whether drafted tokens are accepted; None otherwise.
+    `target` verifies. `draft` runs the draft model, or the part of the target that drafts; None if
+    none does. A trained part reads the hidden states (or keys and values) that `target` keeps. For
+    early exit, `first` runs the layers that both share, and `predictor` predicts whether drafted
+    tokens are accepted; None otherwise.
     """
 
     target: TargetRunner
@@ -309,7 +348,8 @@ class Runners(NamedTuple):
     predictor: AcceptancePredictor | None = None
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need not grow during a run."""
+        """Makes the KV caches of all runners large enough for `capacity` tokens, so that they need
+        not grow during a run."""
         for runner in self[:3]:
             if runner is not None:
                 runner.reserve(capacity)
@@ -322,11 +362,14 @@ class Runners(NamedTuple):
 
 
 def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> dict[int, float]:
-    """Runs passes such as those of a round, so that later ones are not slower because they are the first of their kind.
+    """Runs passes such as those of a round, so that later ones are not slower because they are the
+    first of their kind.
 
-    Returns the seconds of the target's passes by their number of tokens. On a device that is not waited for, they say nothing.
+    Returns the seconds of the target's passes by their number of tokens. On a device that is not
+    waited for, they say nothing.
     """
-    context, others = Context([0, 1]), distinct_ids(4, target.num_embeddings)
+    context = Context([0, 1])
+    others = distinct_ids(4, target.num_embeddings)
     if draft is not None:
         for length in range(4):
             draft.logits(context, [1] * length, start=length)
@@ -341,8 +384,9 @@ def run_some_passes(target: ModelRunner, draft: DraftRunner | None) -> dict[int,
 def time_passes(runner: Any, widths: Sequence[int], context_length: int) -> dict[int, float]:
     """Returns the median seconds of a forward pass over w tokens, for each w in `widths`.
 
-    `runner` is a `DraftRunner` with `reserve` and `clear_cache`. The w tokens are the last token of a context of
-    `context_length` tokens, whose other tokens are cached, and w - 1 distinct drafted tokens.
+    `runner` is a `DraftRunner` with `reserve` and `clear_cache`. The w tokens are the last token of
+    a context of `context_length` tokens, whose other tokens are cached, and w - 1 distinct drafted
+    tokens.
     """
     synchronize = synchronizer(runner.device) or (lambda: None)
     context = Context([1] * context_length)

@@ -1,7 +1,9 @@
-"""A model's generation config: the tokens that end an output, and the penalties on its logits (repetition penalty and the like).
+"""A model's generation config: the tokens that end an output, and the penalties on its logits
+(repetition penalty and the like).
 
-Penalties change a position's logits depending on the tokens before it. Those that look for sequences of tokens are transformers'
-own logits processors, which are imported only for a model that has such penalties.
+Penalties change a position's logits depending on the tokens before it. Those that look for
+sequences of tokens are transformers' own logits processors, which are imported only for a model
+that has such penalties.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ from specgen.base.types import Context
 from specgen.engine.devices import upload
 
 _FILE = "generation_config.json"
-_LARGEST = 2.0**126  # factors of logits, which are float32: a larger one, or the inverse of one, would overflow
-_NESTED = ("decoder", "generator", "text_config")  # where a config.json may keep the language model's own fields
+# factors of logits, which are float32: a larger one, or the inverse of one, would overflow
+_LARGEST = 2.0**126
+# where a config.json may keep the language model's own fields
+_NESTED = ("decoder", "generator", "text_config")
 _ONES = ("num_beams", "guidance_scale", "encoder_repetition_penalty")
 _ZEROS = ("encoder_no_repeat_ngram_size", "penalty_alpha")
 _OTHERS = """
-    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty watermarking_config dola_layers
+    forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty watermarking_config
+    dola_layers
     """
 # Fields that are not supported, with the values that change nothing.
 _UNSUPPORTED = dict.fromkeys(_ONES, 1) | dict.fromkeys(_ZEROS, 0) | dict.fromkeys(_OTHERS.split())
@@ -46,10 +51,12 @@ Bias = Annotated[float, Predicate(fits_float32_or_forbids)]
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The fields of a generation config that change which token is generated or when generation ends; None where not set.
+    """The fields of a generation config that change which token is generated or when generation
+    ends; None where not set.
 
-    Sampling defaults such as `temperature` are left out, because `SamplingParams` replaces them. `unsupported` has the fields
-    that change logits in ways that are not supported (see `has_penalties`), with their values in the file.
+    Sampling defaults such as `temperature` are left out, because `SamplingParams` replaces them.
+    `unsupported` has the fields that change logits in ways that are not supported (see
+    `has_penalties`), with their values in the file.
     """
 
     eos_token_id: Ids | None = None
@@ -66,16 +73,20 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> GenerationConfig:
-    """Returns the generation config of the model in `folder`: the content of its generation_config.json.
+    """Returns the generation config of the model in `folder`: the content of its
+    generation_config.json.
 
-    If there is no such file, the same fields are taken from `config`, the content of config.json, where old models keep them.
-    Raises SpecgenError for a file that cannot be read, and for a value of the wrong type.
+    If there is no such file, the same fields are taken from `config`, the content of config.json,
+    where old models keep them. Raises SpecgenError for a file that cannot be read, and for a value
+    of the wrong type.
     """
     path = folder / _FILE
     found = _with_nested(config)
     hint = "Download or save it again: it may hold penalties"
     if path.is_file() or path.is_symlink():
-        found = parse_json(read_text(path, "generation config", hint), str(path), hint, finite=False)
+        found = parse_json(
+            read_text(path, "generation config", hint), str(path), hint, finite=False
+        )
         if not isinstance(found, dict):
             raise SpecgenError(f"{path} is no JSON object", hint)
     else:
@@ -84,9 +95,13 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
 
 
 def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
-    known = {name: fields[name] for name in GenerationConfig.__slots__ if fields.get(name) is not None}
+    known = {
+        name: fields[name] for name in GenerationConfig.__slots__ if fields.get(name) is not None
+    }
     known["unsupported"] = {
-        name: fields[name] for name, neutral in _UNSUPPORTED.items() if fields.get(name) not in (None, neutral)
+        name: fields[name]
+        for name, neutral in _UNSUPPORTED.items()
+        if fields.get(name) not in (None, neutral)
     }
     for name, kind in (("eos_token_id", int), ("stop_strings", str)):
         if isinstance(known.get(name), kind):  # one alone
@@ -95,62 +110,107 @@ def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
 
 
 def eos_ids(
-    config: Mapping[str, Any], generation: GenerationConfig, default_eos: int | list[int] | None, tokenizer_eos: int | None
+    config: Mapping[str, Any],
+    generation: GenerationConfig,
+    default_eos: int | list[int] | None,
+    tokenizer_eos: int | None,
 ) -> frozenset[int]:
     """Returns the ids of the tokens that end an output.
 
-    The first source that names any counts: `generation`, then `config` (a config.json), then `default_eos` (of the model's
-    family), then `tokenizer_eos`. A null in config.json overrides the family's default. Raises SpecgenError if config.json's are
-    no token ids.
+    The first source that names any counts: `generation`, then `config` (a config.json), then
+    `default_eos` (of the model's family), then `tokenizer_eos`. A null in config.json overrides the
+    family's default. Raises SpecgenError if config.json's are no token ids.
     """
     found: Any = generation.eos_token_id
     if found is None:
         configured = _with_nested(config).get("eos_token_id", default_eos)
-        found = _checked({"eos_token_id": tokenizer_eos if configured is None else configured}, "config.json").eos_token_id
+        found = _checked(
+            {"eos_token_id": tokenizer_eos if configured is None else configured}, "config.json"
+        ).eos_token_id
     return frozenset(found or ())
 
 
 def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config`, in which fields that are unset are taken from the language model's config inside it, if there is one."""
-    nested: dict[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
+    """Returns `config`, in which fields that are unset are taken from the language model's config
+    inside it, if there is one."""
+    nested: dict[str, Any] = next(
+        (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
+    )
     return {**config, **{name: value for name, value in nested.items() if config.get(name) is None}}
 
 
 def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str) -> bool:
-    """Whether a model's generation config sets penalties, such as a repetition penalty or suppressed tokens.
+    """Whether a model's generation config sets penalties, such as a repetition penalty or
+    suppressed tokens.
 
-    A minimum length counts only if the model has end-of-sequence tokens (`eos_ids`). `name` is the model's name for the message.
-    Raises SpecgenError for a setting that changes logits and is not supported.
+    A minimum length counts only if the model has end-of-sequence tokens (`eos_ids`). `name` is the
+    model's name for the message. Raises SpecgenError for a setting that changes logits and is not
+    supported.
     """
     for setting, value in config.unsupported.items():
-        problem = f"{name}'s generation_config.json sets {setting}={value!r}, which specgen does not support"
-        raise SpecgenError(problem, f"Remove {setting} from that file (from config.json if there is no such file)")
-    lists = config.sequence_bias, config.bad_words_ids, config.suppress_tokens, config.begin_suppress_tokens
-    numbers = config.no_repeat_ngram_size, eos_ids and config.min_length, eos_ids and config.min_new_tokens
+        problem = (
+            f"{name}'s generation_config.json sets {setting}={value!r}, which "
+            "specgen does not support"
+        )
+        raise SpecgenError(
+            problem, f"Remove {setting} from that file (from config.json if there is no such file)"
+        )
+    lists = (
+        config.sequence_bias,
+        config.bad_words_ids,
+        config.suppress_tokens,
+        config.begin_suppress_tokens,
+    )
+    numbers = (
+        config.no_repeat_ngram_size,
+        eos_ids and config.min_length,
+        eos_ids and config.min_new_tokens,
+    )
     return config.repetition_penalty not in (None, 1.0) or any(lists) or any(numbers)
 
 
 class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits, with transformers' formulas and in transformers' order.
+    """Applies the penalties of the generation config `config` to logits, with transformers'
+    formulas and in transformers' order.
 
-    A position's penalties depend on all tokens before it: the context and the drafted tokens from the tree's root on. `eos_ids`
-    are the tokens that end an output, `width` is the target's vocabulary size. Raises SpecgenError if the config biases or
-    forbids a sequence with a token that the vocabulary lacks, or forbids all tokens.
+    A position's penalties depend on all tokens before it: the context and the drafted tokens from
+    the tree's root on. `eos_ids` are the tokens that end an output, `width` is the target's
+    vocabulary size. Raises SpecgenError if the config biases or forbids a sequence with a token
+    that the vocabulary lacks, or forbids all tokens.
     """
 
-    def __init__(self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device) -> None:
-        self._config, self._eos, self._width, self._device = config, eos_ids, width, device
-        forbidden = [word for word in config.bad_words_ids or () if word not in {(end,) for end in eos_ids}]
-        for setting, sequences in ("sequence_bias", dict(config.sequence_bias or ())), ("bad_words_ids", forbidden):
+    def __init__(
+        self, config: GenerationConfig, eos_ids: Collection[int], width: int, device: torch.device
+    ) -> None:
+        self._config = config
+        self._eos = eos_ids
+        self._width = width
+        self._device = device
+        forbidden = [
+            word for word in config.bad_words_ids or () if word not in {(end,) for end in eos_ids}
+        ]
+        for setting, sequences in (
+            ("sequence_bias", dict(config.sequence_bias or ())),
+            ("bad_words_ids", forbidden),
+        ):
             if unknown := [token for sequence in sequences for token in sequence if token >= width]:
                 raise SpecgenError(
-                    f"the generation config's {setting} names token {unknown[0]}, but the vocabulary has {width:,} tokens",
+                    (
+                        f"the generation config's {setting} names token {unknown[0]}, but the "
+                        f"vocabulary has {width:,} tokens"
+                    ),
                     f"Correct {setting} in generation_config.json",
                 )
-        self._always = {word[0] for word in forbidden if len(word) == 1} | {*(config.suppress_tokens or ())}
+        self._always = {word[0] for word in forbidden if len(word) == 1} | {
+            *(config.suppress_tokens or ())
+        }
         if self._always.issuperset(range(width)):
-            raise SpecgenError("the generation config forbids all tokens", "Correct suppress_tokens in generation_config.json")
-        self._biases: list[Any] = []  # transformers' processors before and after the repetition penalty
+            raise SpecgenError(
+                "the generation config forbids all tokens",
+                "Correct suppress_tokens in generation_config.json",
+            )
+        # transformers' processors before and after the repetition penalty
+        self._biases: list[Any] = []
         self._bans: list[Any] = []
         longer = [word for word in forbidden if len(word) > 1]
         if config.sequence_bias or longer or config.no_repeat_ngram_size:
@@ -159,20 +219,30 @@ class PenaltyProcessor:
             if config.sequence_bias:
                 self._biases.append(rules.SequenceBiasLogitsProcessor(dict(config.sequence_bias)))
             if longer:
-                self._bans.append(rules.SequenceBiasLogitsProcessor(dict.fromkeys(longer, -math.inf)))
+                self._bans.append(
+                    rules.SequenceBiasLogitsProcessor(dict.fromkeys(longer, -math.inf))
+                )
             if config.no_repeat_ngram_size:
                 self._bans.append(rules.NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
 
     def __call__(
-        self, logits: torch.Tensor, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
+        self,
+        logits: torch.Tensor,
+        context: Context,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        start: int,
     ) -> torch.Tensor:
-        """Returns `logits` [n, vocabulary] with the penalties applied, as float32 [n, width]. `logits` stays unchanged.
+        """Returns `logits` [n, vocabulary] with the penalties applied, as float32 [n, width].
+        `logits` stays unchanged.
 
-        The rows are the logits at indices `start`, `start + 1`, ...: index 0 follows the context, index i + 1 draft token i.
-        `tokens` and `parents` are the draft, as for `ModelRunner.logits`. If the model is a draft model with another vocabulary
-        size than the target's `width`, its logits are cut, or padded with -inf.
+        The rows are the logits at indices `start`, `start + 1`, ...: index 0 follows the context,
+        index i + 1 draft token i. `tokens` and `parents` are the draft, as for
+        `ModelRunner.logits`. If the model is a draft model with another vocabulary size than the
+        target's `width`, its logits are cut, or padded with -inf.
         """
-        missing, config = self._width - logits.shape[-1], self._config
+        missing = self._width - logits.shape[-1]
+        config = self._config
         paths = [_path(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
         if missing:
             logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
@@ -180,18 +250,28 @@ class PenaltyProcessor:
             logits = logits.to(torch.float32, copy=True)
         logits = self._processed(logits, self._biases, context, paths)
         if config.repetition_penalty not in (None, 1.0):
-            seen, flat = set(context.ids), logits.view(-1)
+            seen = set(context.ids)
+            flat = logits.view(-1)
             columns = self._places((0, token) for token in seen)
-            drafted = self._places((row, token) for row, path in enumerate(paths) for token in {*path} - seen)
+            drafted = self._places(
+                (row, token) for row, path in enumerate(paths) for token in {*path} - seen
+            )
             logits.index_copy_(1, columns, self._repeated(logits.index_select(1, columns)))
             flat.index_copy_(0, drafted, self._repeated(flat.index_select(0, drafted)))
         logits = self._processed(logits, self._bans, context, paths)
-        banned = [(row, token) for row, path in enumerate(paths) for token in self._row_bans(context, path)]
+        banned = [
+            (row, token)
+            for row, path in enumerate(paths)
+            for token in self._row_bans(context, path)
+        ]
         logits.view(-1)[self._places(banned)] = -torch.inf
         return logits
 
-    def _processed(self, logits: torch.Tensor, rules: list[Any], context: Context, paths: list[list[int]]) -> torch.Tensor:
-        """Returns the logits after transformers' processors, which are called for one row at a time: paths differ in length."""
+    def _processed(
+        self, logits: torch.Tensor, rules: list[Any], context: Context, paths: list[list[int]]
+    ) -> torch.Tensor:
+        """Returns the logits after transformers' processors, which are called for one row at a
+        time: paths differ in length."""
         if not rules:
             return logits
         rows = []
@@ -203,24 +283,28 @@ class PenaltyProcessor:
         return torch.cat(rows)
 
     def _repeated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits of tokens that occurred before, with the repetition penalty: times the penalty if negative, else divided
-        by it."""
+        """Returns logits of tokens that occurred before, with the repetition penalty: times the
+        penalty if negative, else divided by it."""
         penalty = self._config.repetition_penalty or 1.0
         return torch.where(logits < 0, logits * penalty, logits / penalty)
 
     def _row_bans(self, context: Context, path: list[int]) -> set[int]:
-        """Returns the tokens that are forbidden after the context and the drafted tokens `path`, by rules that only count
-        tokens."""
-        config, new_tokens = self._config, len(context) - context.prompt_length + len(path)
+        """Returns the tokens that are forbidden after the context and the drafted tokens `path`, by
+        rules that only count tokens."""
+        config = self._config
+        new_tokens = len(context) - context.prompt_length + len(path)
         banned = {*self._always}
-        if len(context) + len(path) < (config.min_length or 0) or new_tokens < (config.min_new_tokens or 0):
+        if len(context) + len(path) < (config.min_length or 0) or new_tokens < (
+            config.min_new_tokens or 0
+        ):
             banned.update(self._eos)
         if new_tokens == 0:
             banned.update(config.begin_suppress_tokens or ())
         return banned
 
     def _places(self, entries: Iterable[tuple[int, int]]) -> torch.Tensor:
-        """Returns the indices of (row, token) pairs in flattened [rows, width], without tokens that the target lacks."""
+        """Returns the indices of (row, token) pairs in flattened [rows, width], without tokens that
+        the target lacks."""
         places = [row * self._width + token for row, token in entries if token < self._width]
         return upload(torch.tensor(places, dtype=torch.int64), self._device)
 

@@ -1,6 +1,8 @@
-"""The decoding methods and the length policies, in the order in which they are listed, and how their settings are read.
+"""The decoding methods and the length policies, in the order in which they are listed, and how
+their settings are read.
 
-To add a method or a length policy, write it in a file of this package, and list it here. Imports no torch.
+To add a method or a length policy, write it in a file of this package, and list it here. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from specgen.methods.selfsd import SelfSD, SelfSpeculativeDecoding
 from specgen.methods.suffix import SuffixDecoding
 from specgen.methods.svip import SVIP, SVIPMethod
 from specgen.methods.thompson import BetaTS, BetaTSMethod, CaliTS
-from specgen.methods.transformers_policies import Confidence, ConfidenceMethod, Heuristic, HeuristicMethod
+from specgen.methods.transformers_policies import (
+    Confidence,
+    ConfidenceMethod,
+    Heuristic,
+    HeuristicMethod,
+)
 
 __all__ = ["ADAPTIVE", "METHODS", "POLICIES", "Choice", "Method", "find", "resolve"]
 
@@ -70,12 +77,23 @@ _METHODS: list[Method] = [
     SelfSpeculativeDecoding(),
 ]
 _OLDER: list[Method] = [EESDCali(), EESDBeta(), EESDFixed(), EESDTree()]
-_POLICIES: list[type[LengthPolicy]] = [Fixed, Heuristic, Confidence, SVIP, BetaTS, CaliTS, SelfSD, Adaptive]
+_POLICIES: list[type[LengthPolicy]] = [
+    Fixed,
+    Heuristic,
+    Confidence,
+    SVIP,
+    BetaTS,
+    CaliTS,
+    SelfSD,
+    Adaptive,
+]
 
 METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
-ALIASES: Mapping[str, Method] = {method.name: method for method in _OLDER}  # found by name, and listed nowhere
+# found by name, and listed nowhere
+ALIASES: Mapping[str, Method] = {method.name: method for method in _OLDER}
 POLICIES: Mapping[str, type[LengthPolicy]] = {policy.name: policy for policy in _POLICIES}
-# The methods that are usually fast, the fastest first. They are compared by default where they can run.
+# The methods that are usually fast, the fastest first. They are compared by default where they can
+# run.
 USUAL = (
     "adaptive",
     "svip",
@@ -94,15 +112,19 @@ USUAL = (
 
 
 def find(name: str) -> Method:
-    """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method with a similar name."""
+    """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method
+    with a similar name."""
     method = METHODS.get(name) or ALIASES.get(name)
     if method is None:
-        raise SpecgenError(f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}")
+        raise SpecgenError(
+            f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}"
+        )
     return method
 
 
 def split(written: str) -> tuple[str, dict[str, str]]:
-    """Splits text such as `svip:threshold=0.4:max_draft=12` into a method's name and the settings by name, not yet checked.
+    """Splits text such as `svip:threshold=0.4:max_draft=12` into a method's name and the settings
+    by name, not yet checked.
 
     Raises SpecgenError for a setting that is not written NAME=VALUE.
     """
@@ -112,28 +134,36 @@ def split(written: str) -> tuple[str, dict[str, str]]:
         setting, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not setting:
             raise SpecgenError(
-                f"cannot read {pair!r} in {written!r}", "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7"
+                f"cannot read {pair!r} in {written!r}",
+                "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7",
             )
         given[setting] = value
     return name, given
 
 
 def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
-    """Returns the method `name` with the settings `given`, and default values for all others. Raises SpecgenError as `resolve`
-    does."""
+    """Returns the method `name` with the settings `given`, and default values for all others.
+    Raises SpecgenError as `resolve` does."""
     method = find(name)
     return Choice(method, given, resolve(method, given, has_predictor=has_predictor))
 
 
 def signals_of(settings: Settings) -> Signals:
-    """The names of the signals that the length policy with these settings reads; empty without a policy."""
-    return POLICIES[settings.policy].signals_with(settings.values) if settings.policy is not None else frozenset()
+    """The names of the signals that the length policy with these settings reads; empty without a
+    policy."""
+    return (
+        POLICIES[settings.policy].signals_with(settings.values)
+        if settings.policy is not None
+        else frozenset()
+    )
 
 
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
-    """Returns the definitions of all settings of `method` with the length policy `policy` (None: no policy), by name.
+    """Returns the definitions of all settings of `method` with the length policy `policy` (None: no
+    policy), by name.
 
-    The setting `policy` itself is not included. The default values are those for this combination of method and policy.
+    The setting `policy` itself is not included. The default values are those for this combination
+    of method and policy.
     """
     known = dict(method.settings)
     if policy is not None:
@@ -143,12 +173,16 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     return known
 
 
-def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None) -> Settings:
-    """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown setting or an invalid value.
+def resolve(
+    method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None
+) -> Settings:
+    """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown
+    setting or an invalid value.
 
-    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which has no `k`. `has_predictor` says
-    whether the exit layer has an acceptance predictor; for some methods this decides the length policy if the user names none.
-    With None (not known yet) the settings of both possible policies are accepted.
+    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which
+    has no `k`. `has_predictor` says whether the exit layer has an acceptance predictor; for some
+    methods this decides the length policy if the user names none. With None (not known yet) the
+    settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -158,55 +192,97 @@ def resolve(method: Method, given: Mapping[str, object], *, has_predictor: bool 
                 return resolve(method, given, has_predictor=False)
             raise
     wanted = dict(given)
-    policy = method.policy if has_predictor is not False else method.policy_without_predictor or method.policy
+    policy = (
+        method.policy
+        if has_predictor is not False
+        else method.policy_without_predictor or method.policy
+    )
     if method.k_alone and "k" in wanted:
         wanted.setdefault("policy", Fixed.name)
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
             raise SpecgenError(
-                f"there is no length policy {policy!r}{nearest(policy, POLICIES)}", f"There are {', '.join(POLICIES)}"
+                f"there is no length policy {policy!r}{nearest(policy, POLICIES)}",
+                f"There are {', '.join(POLICIES)}",
             )
     known = known_settings(method, policy)
     for name in wanted:
         if name not in known:
-            combination = method.name if policy == method.policy else f"{method.name} with policy={policy}"
-            settable = [*(["policy"] if method.any_policy else []), *known, *(["k"] if method.k_alone else [])]
+            combination = (
+                method.name if policy == method.policy else f"{method.name} with policy={policy}"
+            )
+            settable = [
+                *(["policy"] if method.any_policy else []),
+                *known,
+                *(["k"] if method.k_alone else []),
+            ]
             hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
-            raise SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
+            raise SpecgenError(
+                f"{combination} has no setting {name!r}{nearest(name, settable)}", hint
+            )
     if policy == Fixed.name and "depth" in known:
         _join_k_and_depth(known, wanted)
-    values = {name: setting.parse(name, wanted.get(name, setting.default)) for name, setting in known.items()}
+    values = {
+        name: setting.parse(name, wanted.get(name, setting.default))
+        for name, setting in known.items()
+    }
     _check_signals(method, policy, values)
     _check_combination(method, policy, given, values)
     return Settings(policy, values)
 
 
-def _check_combination(method: Method, policy: str | None, given: Mapping[str, object], values: Mapping[str, Value]) -> None:
-    """Raises SpecgenError if some of the user's settings `given` exclude each other. `values` are all settings by name.
+def _check_combination(
+    method: Method, policy: str | None, given: Mapping[str, object], values: Mapping[str, Value]
+) -> None:
+    """Raises SpecgenError if some of the user's settings `given` exclude each other. `values` are
+    all settings by name.
 
-    A chain ignores a tree's setting that has its default value. Drafts by way of text do not look at the target's tokens.
+    A chain ignores a tree's setting that has its default value. Drafts by way of text do not look
+    at the target's tokens.
     """
-    width, by_text = values.get("width", 1), values.get("translation") == "text"
+    width = values.get("width", 1)
+    by_text = values.get("translation") == "text"
     if method.is_parallel and "draft_cost" in given and values.get("draft_cost") != "auto":
-        raise SpecgenError(f"{method.name} drafts during the target's passes, so draft_cost has no effect", "Leave it out")
+        raise SpecgenError(
+            f"{method.name} drafts during the target's passes, so draft_cost has no effect",
+            "Leave it out",
+        )
     if width != 1 and values.get("cape"):
-        raise SpecgenError(f"cape adds candidates to a chain, and width is {width}", "Take width=1, or leave cape out")
+        raise SpecgenError(
+            f"cape adds candidates to a chain, and width is {width}",
+            "Take width=1, or leave cape out",
+        )
     for name in ("nodes",) if method.grows_trees else ("depth", "nodes"):
-        if values.get("width") == 1 and name in given and values[name] not in ("auto", method.settings[name].default):
-            raise SpecgenError(f"{name} is {values[name]}, but width is 1", "Give width=2 or more: a chain's length is k")
+        if (
+            values.get("width") == 1
+            and name in given
+            and values[name] not in ("auto", method.settings[name].default)
+        ):
+            raise SpecgenError(
+                f"{name} is {values[name]}, but width is 1",
+                "Give width=2 or more: a chain's length is k",
+            )
     if by_text and policy == Adaptive.name:
-        message = "translation=text cannot use the policy 'adaptive', which follows single tokens of the target"
+        message = (
+            "translation=text cannot use the policy 'adaptive', which follows "
+            "single tokens of the target"
+        )
         raise SpecgenError(message, "Name another with policy=")
     for name, off in (("width", 1), ("cape", False)):
         if by_text and values.get(name) != off:
-            raise SpecgenError(f"translation=text drafts a chain, and {name} is {values[name]}", f"Leave {name} out")
+            raise SpecgenError(
+                f"translation=text drafts a chain, and {name} is {values[name]}",
+                f"Leave {name} out",
+            )
 
 
 def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -> None:
-    """Gives `k` and `depth` the same value if the user gave only one of them: both limit the levels of a tree.
+    """Gives `k` and `depth` the same value if the user gave only one of them: both limit the levels
+    of a tree.
 
-    If both are given, the smaller one ends the tree. `depth` stays `auto` where this is its default.
+    If both are given, the smaller one ends the tree. `depth` stays `auto` where this is its
+    default.
     """
     for name, other in (("k", "depth"), ("depth", "k")):
         if name in wanted and other not in wanted and known[other].default != "auto":
@@ -216,15 +292,18 @@ def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -
 
 
 def available_policies(method: Method) -> list[str]:
-    """The names of the length policies that work with the method: its drafter computes all signals that they need.
+    """The names of the length policies that work with the method: its drafter computes all signals
+    that they need.
 
-    Signals are numbers about a drafted token, such as its entropy. Signals that a setting can switch off do not count.
+    Signals are numbers about a drafted token, such as its entropy. Signals that a setting can
+    switch off do not count.
     """
     return [name for name, policy in POLICIES.items() if policy.signals <= method.signals]
 
 
 def _check_signals(method: Method, policy: str | None, values: Mapping[str, Value]) -> None:
-    """Raises SpecgenError if the policy reads a signal that the drafter does not compute, such as entropy with prompt lookup.
+    """Raises SpecgenError if the policy reads a signal that the drafter does not compute, such as
+    entropy with prompt lookup.
 
     Signals are numbers about a drafted token. `values` are the settings by name.
     """
@@ -235,6 +314,9 @@ def _check_signals(method: Method, policy: str | None, values: Mapping[str, Valu
     switches = [f"{name}=false" for name, signals in optional.items() if signals & missing]
     others = [name for name in available_policies(method) if name != policy]
     raise SpecgenError(
-        f"{method.name} cannot use the policy {policy!r}: its drafter does not compute {min(missing)}",
+        (
+            f"{method.name} cannot use the policy {policy!r}: its drafter does not compute "
+            f"{min(missing)}"
+        ),
         f"Use one of {', '.join([*switches, *others])}",
     )

@@ -1,16 +1,20 @@
-"""The length policy `adaptive`: drafts as long as the next token is expected to be worth more than it costs. Imports no torch.
+"""The length policy `adaptive`: drafts as long as the next token is expected to be worth more than
+it costs. Imports no torch.
 
-It is an optimal stopping rule (SpecDec++, Huang et al. 2024, section 4, proves that the best rule is a threshold on the
-probability that a drafted token was rejected). After the tokens drafted so far, another one is drafted while
+It is an optimal stopping rule (SpecDec++, Huang et al. 2024, section 4, proves that the best rule
+is a threshold on the probability that a drafted token was rejected). After the tokens drafted so
+far, another one is drafted while
 
-    P(all so far are accepted) x (expected acceptance of the next) x worth > its cost of drafting + its cost of verification
+    P(all so far are accepted) x (expected acceptance of the next) x worth
+        > its cost of drafting + its cost of verification
 
-The worth of a token is the run's cost per output token, because a drafted token that is accepted saves that much. All costs are
-in units of a target pass over one token (`DraftingCosts`). If a drafter computes all tokens of a draft in one pass, this pass
-counts only in the decision whether to draft at all.
-Costs are learned from the times of the run's own rounds. In a run that draws tokens with a seed they stay what they were at the
-beginning, so that equal runs give equal tokens.
-Prompt lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to gain more.
+The worth of a token is the run's cost per output token, because a drafted token that is accepted
+saves that much. All costs are in units of a target pass over one token (`DraftingCosts`). If a
+drafter computes all tokens of a draft in one pass, this pass counts only in the decision whether to
+draft at all. Costs are learned from the times of the run's own rounds. In a run that draws tokens
+with a seed they stay what they were at the beginning, so that equal runs give equal tokens. Prompt
+lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to
+gain more.
 """
 
 from __future__ import annotations
@@ -25,7 +29,14 @@ from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import DEFAULT_PART, MTP
 from specgen.base.settings import Setting, Value
 from specgen.base.types import Context, Draft
-from specgen.decoding.policy_base import DRAFT_SIGNALS, MATCH_LENGTH, NO_SIGNALS, DraftedToken, LengthPolicy, comparison
+from specgen.decoding.policy_base import (
+    DRAFT_SIGNALS,
+    MATCH_LENGTH,
+    NO_SIGNALS,
+    DraftedToken,
+    LengthPolicy,
+    comparison,
+)
 from specgen.methods.base import ADAPTIVE, DraftModelMethod, Tuning, make_run, make_setup
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import OPTION, AdaptiveInputs, DraftingGuard
@@ -39,25 +50,37 @@ if TYPE_CHECKING:
     from specgen.methods.base import Request
     from specgen.models.models import Models
 
-_UNLIKELY = 0.01  # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
-# Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the weights of `features`. Fitted
-# to the drafts of the bundled draft model, of the exit layer and of a near copy of the target, on half of the prompts that
-# `compare` takes from `examples.yaml` and on those for tuning.
+# prompt lookup drafts no token that is worth less than this, even if verification costs nothing
+_UNLIKELY = 0.01
+# Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the
+# weights of `features`. Fitted to the drafts of the bundled draft model, of the exit layer and of a
+# near copy of the target, on half of the prompts that `compare` takes from `examples.yaml` and on
+# those for tuning.
 _TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
 _FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
-_COPIED = (-1.2, 0.8)  # score of a copied token: a constant and the weight of ln(match length); fitted to the bundled target
-_SMALLEST, _LARGEST = 1e-3, 1 - 1e-3  # probabilities are kept between these
+# score of a copied token: a constant and the weight of ln(match length); fitted to the bundled
+# target
+_COPIED = (-1.2, 0.8)
+# probabilities are kept between these
+_SMALLEST = 1e-3
+_LARGEST = 1 - 1e-3
 
 
 def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
-    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p), sqrt(H) and the log odds of q.
+    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p),
+    sqrt(H) and the log odds of q.
 
-    p is the largest probability of the draft model's distribution and H its entropy (nats), at temperature 1 and without
-    penalties. q is the probability of the token in the distribution that it was chosen from. Probabilities are kept between 0.001
-    and 0.999.
+    p is the largest probability of the draft model's distribution and H its entropy (nats), at
+    temperature 1 and without penalties. q is the probability of the token in the distribution that
+    it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
     top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
-    return math.log(top), -math.log(1 - top), math.sqrt(max(entropy, 0.0)), math.log(chosen / (1 - chosen))
+    return (
+        math.log(top),
+        -math.log(1 - top),
+        math.sqrt(max(entropy, 0.0)),
+        math.log(chosen / (1 - chosen)),
+    )
 
 
 @cache
@@ -65,17 +88,20 @@ def _copied_score(match_length: int) -> float:
     return _COPIED[0] + _COPIED[1] * math.log(match_length)
 
 
-# A drafted token (a level of a tree) that is not judged yet: its two scores and the probability that it is accepted.
+# A drafted token (a level of a tree) that is not judged yet: its two scores and the probability
+# that it is accepted.
 _Step = tuple[float, float, float]
 
 
 class Adaptive(LengthPolicy):
-    """Drafts another token while its expected worth is above its cost, and drafts nothing if that holds for no token.
+    """Drafts another token while its expected worth is above its cost, and drafts nothing if that
+    holds for no token.
 
-    `inputs` has the costs on this machine and what was learned about the drafter; values of the settings `draft_cost` and
-    `verify_cost` other than `auto` replace the costs. `predictions` are the acceptance probabilities that were predicted for the
-    tokens of the last draft. A token with the signal `match_length` is treated as copied by prompt lookup, any other token as
-    drafted by a model.
+    `inputs` has the costs on this machine and what was learned about the drafter; values of the
+    settings `draft_cost` and `verify_cost` other than `auto` replace the costs. `predictions` are
+    the acceptance probabilities that were predicted for the tokens of the last draft. A token with
+    the signal `match_length` is treated as copied by prompt lookup, any other token as drafted by a
+    model.
     """
 
     name = ADAPTIVE
@@ -85,47 +111,83 @@ class Adaptive(LengthPolicy):
     source = "optimal stopping by cost; SpecDec++, Huang et al. 2024, section 4"
     preferred_signals = frozenset({"entropy", "top_prob", "prob"})
     settings: ClassVar = {
-        "draft_cost": Setting(AUTO, "cost of a drafted token in target passes; auto: measured", 0, 100, AUTO, fractional=True),
-        "verify_cost": Setting(AUTO, "cost of verifying one more token, likewise", 0, 100, AUTO, fractional=True),
-        "exploration": Setting(6.0, "target passes that drafting may lose before it pauses", 0.1, 1000),
+        "draft_cost": Setting(
+            AUTO,
+            "cost of a drafted token in target passes; auto: measured",
+            0,
+            100,
+            AUTO,
+            fractional=True,
+        ),
+        "verify_cost": Setting(
+            AUTO, "cost of verifying one more token, likewise", 0, 100, AUTO, fractional=True
+        ),
+        "exploration": Setting(
+            6.0, "target passes that drafting may lose before it pauses", 0.1, 1000
+        ),
         "max_draft": Setting(40, "longest draft", 1, 1000),
     }
 
-    def __init__(self, draft_cost: Value, verify_cost: Value, exploration: float, max_draft: int, inputs: AdaptiveInputs) -> None:
-        drafting, verification = (None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost))
+    def __init__(
+        self,
+        draft_cost: Value,
+        verify_cost: Value,
+        exploration: float,
+        max_draft: int,
+        inputs: AdaptiveInputs,
+    ) -> None:
+        drafting, verification = (
+            None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost)
+        )
         self._given = 0.0 if inputs.in_parallel else drafting, verification
         self._in_parallel = inputs.in_parallel
         self._timed = inputs.timed
         self.learned = inputs.learned
         self._key = inputs.key
         self._costs = inputs.costs.with_values(*self._given)
-        self._exploration, self.max_draft = exploration, max_draft
+        self._exploration = exploration
+        self.max_draft = max_draft
         self.signals = self.preferred_signals
         self.predictions: Sequence[float] = []
-        self._steps: list[_Step] = []  # in PEARL those of earlier rounds too, if they are not judged yet
-        self._before: float | None = None  # `_FOLLOWING` score of the drafted token before the first of `_steps`, if there is one
+        # in PEARL those of earlier rounds too, if they are not judged yet
+        self._steps: list[_Step] = []
+        # `_FOLLOWING` score of the drafted token before the first of `_steps`, if there is one
+        self._before: float | None = None
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        self._copied: list[float] | None = None  # acceptances of the tokens to copy in this round, if prompt lookup drafts
+        # acceptances of the tokens to copy in this round, if prompt lookup drafts
+        self._copied: list[float] | None = None
 
-    def starts_draft(self, *, unverified: int = 0, signals: Mapping[str, float] = NO_SIGNALS, is_last: bool = True) -> bool:
-        self._tokens, self._copied, self.predictions = 0, None, []
+    def starts_draft(
+        self,
+        *,
+        unverified: int = 0,
+        signals: Mapping[str, float] = NO_SIGNALS,
+        is_last: bool = True,
+    ) -> bool:
+        self._tokens = 0
+        self._copied = None
+        self.predictions = []
         learned = self.learned
         if MATCH_LENGTH in signals:
             other = 0.0 if is_last or learned.guard.left else max(0.0, self._model_gain)
-            return not self._pauses(learned.lookup_guard) and self._copies(int(signals[MATCH_LENGTH]), other)
+            return not self._pauses(learned.lookup_guard) and self._copies(
+                int(signals[MATCH_LENGTH]), other
+            )
         del self._steps[unverified:]
         self._survival = math.prod(acceptance for _, _, acceptance in self._steps)
         if self._pauses(learned.guard):
             return False
-        if self._in_parallel or self._model_gain > 0:  # in PEARL the first token costs nothing: the pass that runs now judges it
+        # in PEARL the first token costs nothing: the pass that runs now judges it
+        if self._in_parallel or self._model_gain > 0:
             return True
         self.reason = f"no draft: gain {comparison(self._model_gain, '<', 0.0)}"
         return False
 
     @property
     def _model_gain(self) -> float:
-        """What a draft of the model is expected to gain; negative if a token costs more than it is worth."""
+        """What a draft of the model is expected to gain; negative if a token costs more than it is
+        worth."""
         surplus = self.learned.worth - self._costs.of_further(1, 1)
         is_trial = self._timed is not None and self._timed.is_trial
         return self.learned.mean_gain if surplus > 0 or is_trial else surplus
@@ -137,10 +199,11 @@ class Adaptive(LengthPolicy):
         return True
 
     def _copies(self, match_length: int, other_gain: float) -> bool:
-        """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in units of a target pass.
+        """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in
+        units of a target pass.
 
-        The copied tokens cost nothing to draft, and the acceptance of each is predicted before: from the number of tokens before
-        it that equal those before the token that it copies.
+        The copied tokens cost nothing to draft, and the acceptance of each is predicted before:
+        from the number of tokens before it that equal those before the token that it copies.
         """
         copied = list[float]()
         gain = -self._costs.verify_start
@@ -165,9 +228,11 @@ class Adaptive(LengthPolicy):
     def keep_drafting(self, token: DraftedToken) -> bool:
         if self._copied is not None:
             return token.position < len(self._copied)
-        learned, known = self.learned, token.signals.get
+        learned = self.learned
+        known = token.signals.get
         x1, x2, x3, x4 = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
-        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = _TOKEN, _FOLLOWING  # written out, because this runs for every token
+        # written out, because this runs for every token
+        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = _TOKEN, _FOLLOWING
         score = t0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4
         following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3 + f4 * x4
         acceptance = learned.token.predict(score)
@@ -183,27 +248,37 @@ class Adaptive(LengthPolicy):
         return self._below(self.max_draft, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        learned, before, was_rejected = self.learned, self._before, accepted < drafted
-        if self._copied is not None:  # what is learned from copied tokens comes with `observe_match`
+        learned = self.learned
+        before = self._before
+        was_rejected = accepted < drafted
+        # what is learned from copied tokens comes with `observe_match`
+        if self._copied is not None:
             cost = self._costs.of_draft(0, drafted)
             learned.lookup_guard.count(1 + cost, accepted + 1, self._exploration)
             learned.add_idle()
             learned.add_round(1 + cost, accepted + 1)
             self._copied = None
             return
-        for position, (score, following_score, _) in enumerate(self._steps[: min(accepted + 1, drafted)]):
+        for position, (score, following_score, _) in enumerate(
+            self._steps[: min(accepted + 1, drafted)]
+        ):
             is_accepted = position < accepted
             learned.token.learn(score, is_accepted)
             if before is not None:
                 learned.following.learn(before, is_accepted)
             before = following_score
-        # In PEARL the target's last logits judge a new token, if there is one; otherwise they give a token of the target's own.
+        # In PEARL the target's last logits judge a new token, if there is one; otherwise they give
+        # a token of the target's own.
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
-        levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))  # a tree may leave levels out
-        del self._steps[:drafted]  # tokens after a rejected one are deleted when the next draft starts
+        # a tree may leave levels out
+        levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))
+        # tokens after a rejected one are deleted when the next draft starts
+        del self._steps[:drafted]
         tokens = accepted + (was_rejected or not judges_new)
-        cost = self._costs.of_draft(levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new)
+        cost = self._costs.of_draft(
+            levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new
+        )
         if drafted:
             learned.add_draft(accepted, cost)
             learned.guard.count(1 + cost, tokens, self._exploration)
@@ -216,7 +291,9 @@ class Adaptive(LengthPolicy):
         for position in range(agreed + ended):
             self.learned.lookup.learn(_copied_score(match_length + position), position < agreed)
 
-    def observe_seconds(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
+    def observe_seconds(
+        self, levels: int, drafting: float, tokens: int, verification: float
+    ) -> None:
         if self._timed is not None:
             self._timed.add(levels, drafting, tokens, verification)
             self._costs = self._timed.costs.with_values(*self._given)
@@ -232,13 +309,14 @@ class Adaptive(LengthPolicy):
 class HybridDrafter:
     """Drafts by prompt lookup or with a draft model, as the length policy decides in each round.
 
-    The policy is first asked whether to copy text of the context, and if it does not, whether to run the draft model; `adaptive`
-    compares what both are expected to gain. `model` is None if there is no draft model. The reason why a draft of prompt lookup
-    ended begins with `lookup:`.
+    The policy is first asked whether to copy text of the context, and if it does not, whether to
+    run the draft model; `adaptive` compares what both are expected to gain. `model` is None if
+    there is no draft model. The reason why a draft of prompt lookup ended begins with `lookup:`.
     """
 
     def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
-        self._lookup, self._model = lookup, model
+        self._lookup = lookup
+        self._model = model
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         copied = self._lookup.propose(context, policy, limit, is_last=self._model is None)
@@ -246,15 +324,20 @@ class HybridDrafter:
             drafted = self._model.propose(context, policy, limit)
             if drafted.stop_reason is not None:
                 return drafted
-            copied = self._lookup.propose(context, policy, limit)  # the draft model has no room for this context
-        return replace(copied, stop_reason=f"lookup: {copied.stop_reason}") if copied.tokens else copied
+            # the draft model has no room for this context
+            copied = self._lookup.propose(context, policy, limit)
+        return (
+            replace(copied, stop_reason=f"lookup: {copied.stop_reason}")
+            if copied.tokens
+            else copied
+        )
 
 
 class AdaptiveMethod(DraftModelMethod):
     """Drafts by prompt lookup or with a model, whichever is expected to gain more in a round.
 
-    The model is the draft model, or without one the drafting layers in the target's own files. Without both it is prompt lookup
-    alone.
+    The model is the draft model, or without one the drafting layers in the target's own files.
+    Without both it is prompt lookup alone.
     """
 
     name = ADAPTIVE
@@ -262,7 +345,10 @@ class AdaptiveMethod(DraftModelMethod):
     policy = ADAPTIVE
     drafts_without_model = True
     signals = DRAFT_SIGNALS | {MATCH_LENGTH}
-    settings: ClassVar = {"lookup": Setting(True, "also draft by prompt lookup, where this gains more"), **ngram_setting(5)}
+    settings: ClassVar = {
+        "lookup": Setting(True, "also draft by prompt lookup, where this gains more"),
+        **ngram_setting(5),
+    }
     tuning = Tuning("model", recorded=True)
 
     def start(self, models: Models, request: Request) -> Run:
@@ -285,7 +371,11 @@ class AdaptiveMethod(DraftModelMethod):
         return make_run(models, request, setup, drafter)
 
     def check(self, models: KnownModels) -> Readiness:
-        return Readiness(True, "needs no draft model") if models.draft is None else super().check(models)
+        return (
+            Readiness(True, "needs no draft model")
+            if models.draft is None
+            else super().check(models)
+        )
 
     def without_part(self, target: str | None) -> SpecgenError:
         message = f"{self.name} with lookup=false needs a draft model, and there is none"

@@ -1,4 +1,5 @@
-"""What a decoding method is: its base classes, the request for a run, and how a run is put together. Imports no torch."""
+"""What a decoding method is: its base classes, the request for a run, and how a run is put
+together. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import Runners
     from specgen.models.models import Models
 
-NOTHING, DRAFT_MODEL, SKIPPED_LAYERS = "nothing", "draft model", "skipped layers"
+NOTHING = "nothing"
+DRAFT_MODEL = "draft model"
+SKIPPED_LAYERS = "skipped layers"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
-RESERVED = 4096  # KV caches are allocated for at most this many new tokens before a run; they grow if it generates more
+# KV caches are allocated for at most this many new tokens before a run; they grow if it generates
+# more
+RESERVED = 4096
 
 Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in all combinations
 
@@ -37,11 +42,13 @@ Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in a
 class Tuning:
     """What `specgen tune` needs to know of a method.
 
-    `drafts` names what drafts. If `recorded`, drafts are chains, and drafts of the same length take the same time for all methods
-    of the same `cost_kind` (`own_cost_kind`, or if this is empty `drafts`); otherwise rounds are timed for each shape of draft.
-    `grids` are the values that are tried; None: those that the policy's settings list (`Setting.tuned`). `shapes` are values that
-    are tried too, for drafts that are no chains. `is_yardstick`: the method is a reference for other methods' outputs and always
-    slower than plain decoding, so that `tune` and the default `compare` leave it out.
+    `drafts` names what drafts. If `recorded`, drafts are chains, and drafts of the same length take
+    the same time for all methods of the same `cost_kind` (`own_cost_kind`, or if this is empty
+    `drafts`); otherwise rounds are timed for each shape of draft. `grids` are the values that are
+    tried; None: those that the policy's settings list (`Setting.tuned`). `shapes` are values that
+    are tried too, for drafts that are no chains. `is_yardstick`: the method is a reference for
+    other methods' outputs and always slower than plain decoding, so that `tune` and the default
+    `compare` leave it out.
     """
 
     drafts: str = "none"
@@ -60,11 +67,13 @@ class Tuning:
 class Request:
     """The checked arguments of a decoding run; see `Pair.request`.
 
-    `settings` are the method's; a value that has to be measured is still `auto`. `policy` is the class of the length policy that
-    they name, None if they name none. `limit` is the maximum number of new tokens: `max_new_tokens`, or fewer if the target's
-    context has no room for them. `record`: each round also measures how close the target's and the draft's probabilities are at
-    each drafted token. `tuned_costs` are those of the profile that chose the method (see `Measurements.tuned_costs`), None if
-    none did. `own_seed` is the seed of the run's random numbers, where this is not to be that of `sampling`.
+    `settings` are the method's; a value that has to be measured is still `auto`. `policy` is the
+    class of the length policy that they name, None if they name none. `limit` is the maximum number
+    of new tokens: `max_new_tokens`, or fewer if the target's context has no room for them.
+    `record`: each round also measures how close the target's and the draft's probabilities are at
+    each drafted token. `tuned_costs` are those of the profile that chose the method (see
+    `Measurements.tuned_costs`), None if none did. `own_seed` is the seed of the run's random
+    numbers, where this is not to be that of `sampling`.
 
     Raises SpecgenError if the method cannot decode with the settings and the sampling parameters.
     """
@@ -84,10 +93,11 @@ class Request:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether nothing in the run may follow from measured times, from earlier runs or from chance.
+        """Whether nothing in the run may follow from measured times, from earlier runs or from
+        chance.
 
-        The same request has to give the same tokens, and these depend on the drafts if they are drawn with a seed, and if the
-        method is lossy. In other runs a draft changes no token.
+        The same request has to give the same tokens, and these depend on the drafts if they are
+        drawn with a seed, and if the method is lossy. In other runs a draft changes no token.
         """
         if self.sampling.greedy:
             return not self.method.lossless
@@ -99,12 +109,14 @@ class Request:
 
     @property
     def part_name(self) -> str:
-        """The value of the setting `exit` or `head`, which names a method's trained part: a path or `auto`."""
+        """The value of the setting `exit` or `head`, which names a method's trained part: a path or
+        `auto`."""
         values = self.settings.values
         return str(values.get("exit", values.get("head", DEFAULT_PART)))
 
     def draw_seed(self) -> int:
-        """Returns the seed of a run: the one asked for; without one a random one, or 0 for a repeatable request."""
+        """Returns the seed of a run: the one asked for; without one a random one, or 0 for a
+        repeatable request."""
         if self.own_seed is not None:
             return self.own_seed
         if self.sampling.seed is not None:
@@ -113,25 +125,28 @@ class Request:
 
 
 def typical_length(prompt_length: int, limit: int) -> int:
-    """Returns the context's length in tokens when half of the `limit` new ones are generated. A limit over `RESERVED` counts as
-    `RESERVED`."""
+    """Returns the context's length in tokens when half of the `limit` new ones are generated. A
+    limit over `RESERVED` counts as `RESERVED`."""
     return prompt_length + min(limit, RESERVED) // 2
 
 
 class Method:
     """A decoding method. There is one instance of each, in `methods.METHODS`; it has no state.
 
-    `name` is what users write, `paper` names the source. `needs` is what the method drafts with: `NOTHING`, `DRAFT_MODEL`,
-    `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of `HEADS`. `settings` are the method's own, besides its length
-    policy's. `policy` names the length policy (the rule that ends drafts); None: no policy ends a draft. If `any_policy`, users
-    may choose another one with `policy=NAME`. `policy_without_predictor` replaces `policy` if the exit layer has no acceptance
-    predictor. `signals` are the numbers about a drafted token that the drafter computes for policies. `defaults` maps the name of
-    a length policy to the default values of settings that differ with this policy. `lossless`: the output is the target's own.
+    `name` is what users write, `paper` names the source. `needs` is what the method drafts with:
+    `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of
+    `HEADS`. `settings` are the method's own, besides its length policy's. `policy` names the length
+    policy (the rule that ends drafts); None: no policy ends a draft. If `any_policy`, users may
+    choose another one with `policy=NAME`. `policy_without_predictor` replaces `policy` if the exit
+    layer has no acceptance predictor. `signals` are the numbers about a drafted token that the
+    drafter computes for policies. `defaults` maps the name of a length policy to the default values
+    of settings that differ with this policy. `lossless`: the output is the target's own.
 
-    `drafts_without_model`: it also drafts where there is no draft model. `is_parallel`: drafts are made during the target's
-    passes. `grows_trees`: all drafts may be trees. `decodes_greedily`: it cannot sample. `alias_of`: the name of the method that
-    this one, with other defaults, is an older name of. `unmeasured` are settings with which nothing has to be measured or
-    searched before a run.
+    `drafts_without_model`: it also drafts where there is no draft model. `is_parallel`: drafts are
+    made during the target's passes. `grows_trees`: all drafts may be trees. `decodes_greedily`: it
+    cannot sample. `alias_of`: the name of the method that this one, with other defaults, is an
+    older name of. `unmeasured` are settings with which nothing has to be measured or searched
+    before a run.
     """
 
     name: ClassVar[str] = ""
@@ -153,7 +168,8 @@ class Method:
     tuning: ClassVar[Tuning] = Tuning()
 
     def start(self, models: Models, request: Request) -> Run:
-        """Returns a run of the request, ready to decode. Measures or searches the values of settings that are `auto`.
+        """Returns a run of the request, ready to decode. Measures or searches the values of
+        settings that are `auto`.
 
         Raises SpecgenError, with the way out, if what drafts is missing or cannot be used.
         """
@@ -164,10 +180,14 @@ class Method:
         return Readiness(True, "needs no draft model")
 
     def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
-        """Raises SpecgenError if the method cannot decode with these settings and sampling parameters."""
+        """Raises SpecgenError if the method cannot decode with these settings and sampling
+        parameters."""
         if self.decodes_greedily and not sampling.greedy:
             hint = "Take --temperature 0, or -m mtad"
-            raise SpecgenError(f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}", hint)
+            raise SpecgenError(
+                f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}",
+                hint,
+            )
 
     @property
     def uses_draft_model(self) -> bool:
@@ -183,7 +203,8 @@ class Method:
 
     @property
     def head(self) -> str:
-        """The kind of trained head that the method needs, one of `HEADS`; empty if it needs none."""
+        """The kind of trained head that the method needs, one of `HEADS`; empty if it needs
+        none."""
         return self.needs if self.needs in HEADS else ""
 
     @property
@@ -192,33 +213,45 @@ class Method:
         return self.needs != NOTHING
 
     def may_measure(self, settings: Settings) -> bool:
-        """Whether something may have to be measured before decoding with these settings: pass times, or which layers to skip."""
+        """Whether something may have to be measured before decoding with these settings: pass
+        times, or which layers to skip."""
         return bool(self.unmeasured) or settings.policy == ADAPTIVE
 
     def drafts_trees(self, settings: Settings) -> bool:
-        """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually drafts trees drafts a chain
-        (Medusa)."""
+        """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually
+        drafts trees drafts a chain (Medusa)."""
         has_nodes = settings.values.get("nodes") != 0
-        return (self.grows_trees and has_nodes) or settings.drafts_tree or bool(settings.values.get("cape"))
+        return (
+            (self.grows_trees and has_nodes)
+            or settings.drafts_tree
+            or bool(settings.values.get("cape"))
+        )
 
     @property
     def k_alone(self) -> bool:
-        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the method's own, `adaptive`, has no
-        `k`."""
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the
+        method's own, `adaptive`, has no `k`."""
         return self.any_policy and self.policy == ADAPTIVE
 
     def without_part(self, target: str | None) -> SpecgenError:
         """Returns the error to raise if what the method drafts with is missing.
 
-        The hint names the command that trains it for the model `target`; None is the bundled target, whose training text is
-        included.
+        The hint names the command that trains it for the model `target`; None is the bundled
+        target, whose training text is included.
         """
         raise NotImplementedError
 
     def without_predictor(self) -> SpecgenError:
-        """Returns the error to raise if the length policy needs a predictor of acceptance, and the drafter has none."""
-        problem = f"{self.name} with policy=cali-ts needs a head with a predictor of acceptance, and this head has none"
-        return SpecgenError(problem, "Use policy=beta-ts, set model_prediction=false, or take a head such as DSpark's")
+        """Returns the error to raise if the length policy needs a predictor of acceptance, and the
+        drafter has none."""
+        problem = (
+            f"{self.name} with policy=cali-ts needs a head with a predictor of "
+            "acceptance, and this head has none"
+        )
+        return SpecgenError(
+            problem,
+            "Use policy=beta-ts, set model_prediction=false, or take a head such as DSpark's",
+        )
 
 
 class DraftModelMethod(Method):
@@ -227,7 +260,8 @@ class DraftModelMethod(Method):
     needs = DRAFT_MODEL
 
     def setup(self, models: Models, request: Request) -> Setup:
-        """Returns the setup of a run with both models. Raises SpecgenError if there is no draft model that can be used."""
+        """Returns the setup of a run with both models. Raises SpecgenError if there is no draft
+        model that can be used."""
         self.check_draft(models, request.settings)
         runners = models.with_draft_model()
         if runners is None:
@@ -236,7 +270,11 @@ class DraftModelMethod(Method):
 
     def check_draft(self, models: Models, settings: Settings) -> None:
         """Raises SpecgenError if the draft model's tokens have to be translated, and cannot be."""
-        if models.draft is not None and models.draft.refusal is not None and not settings.drafts_text:
+        if (
+            models.draft is not None
+            and models.draft.refusal is not None
+            and not settings.drafts_text
+        ):
             raise models.draft.refusal
 
     def check(self, models: KnownModels) -> Readiness:
@@ -247,14 +285,18 @@ class DraftModelMethod(Method):
         return Readiness(True)
 
     def without_part(self, target: str | None) -> SpecgenError:
-        return SpecgenError(f"{self.name} needs a draft model, and there is none", f"Name one with --draft{WITHOUT_A_DRAFT}")
+        return SpecgenError(
+            f"{self.name} needs a draft model, and there is none",
+            f"Name one with --draft{WITHOUT_A_DRAFT}",
+        )
 
 
 class PartMethod(Method):
     """Base of the methods that draft with a trained part of the target: an exit layer or a head."""
 
     def setup(self, models: Models, request: Request) -> Setup:
-        """Returns the setup of a run with the part. Raises SpecgenError if there is none that can be used."""
+        """Returns the setup of a run with the part. Raises SpecgenError if there is none that can
+        be used."""
         runners = models.with_part(self.needs, request.part_name)
         if runners is None:
             name = models.target.name
@@ -269,17 +311,26 @@ class PartMethod(Method):
     def without_part(self, target: str | None) -> SpecgenError:
         return SpecgenError(
             f"{self.name} needs a head trained for the target, and there is none",
-            f"Train one with {training_command(self.needs, target)}, or name one with --head FOLDER",
+            (
+                f"Train one with {training_command(self.needs, target)}, or name one with "
+                "--head FOLDER"
+            ),
         )
 
 
 def unlike_llama(family: str) -> Readiness:
-    """Returns that a method cannot run because the layers of the target's family cannot be run one by one."""
-    return Readiness(False, f"needs a model built as Llama is, and {family} is not", "take a draft model, or lookup")
+    """Returns that a method cannot run because the layers of the target's family cannot be run one
+    by one."""
+    return Readiness(
+        False,
+        f"needs a model built as Llama is, and {family} is not",
+        "take a draft model, or lookup",
+    )
 
 
 def make_setup(models: Models, request: Request, runners: Runners) -> Setup:
-    """Returns what a run's drafter and verifier are made from. Makes the KV caches large enough, and draws the seed."""
+    """Returns what a run's drafter and verifier are made from. Makes the KV caches large enough,
+    and draws the seed."""
     capacity = models.capacity(len(request.prompt_ids) + min(request.limit, RESERVED))
     runners.reserve(capacity)
     return decoding.Setup(
@@ -295,21 +346,29 @@ def make_setup(models: Models, request: Request, runners: Runners) -> Setup:
     )
 
 
-def make_policy(models: Models, request: Request, setup: Setup, parallel_costs: ParallelCosts | None = None) -> LengthPolicy:
-    """Makes the length policy that the request names; if it names none, a policy that never ends a draft.
+def make_policy(
+    models: Models, request: Request, setup: Setup, parallel_costs: ParallelCosts | None = None
+) -> LengthPolicy:
+    """Makes the length policy that the request names; if it names none, a policy that never ends a
+    draft.
 
-    `parallel_costs` are the pass times of PEARL, None for other methods and where they were not measured. Raises SpecgenError if
-    the policy needs a predictor of acceptance, and there is none.
+    `parallel_costs` are the pass times of PEARL, None for other methods and where they were not
+    measured. Raises SpecgenError if the policy needs a predictor of acceptance, and there is none.
     """
     policy = request.policy
     if policy is None:
         return LengthPolicy()
     construct: Callable[..., LengthPolicy] = policy
     values: dict[str, Any] = {name: request.settings.values[name] for name in policy.settings}
-    if "predicted_acceptance" in policy.signals_with(request.settings.values) and setup.acceptance_predictor is None:
+    if (
+        "predicted_acceptance" in policy.signals_with(request.settings.values)
+        and setup.acceptance_predictor is None
+    ):
         raise request.method.without_predictor()
     if policy.reads_costs:
-        values["inputs"] = models.kept(DraftingKnowledge).inputs(drafting_case(models, request, setup), parallel_costs)
+        values["inputs"] = models.kept(DraftingKnowledge).inputs(
+            drafting_case(models, request, setup), parallel_costs
+        )
     elif policy.random:
         values["seed"] = decoding.derive_seed(setup.seed, "policy")
     return construct(**values)
@@ -350,8 +409,8 @@ def make_run(
     settings: Settings | None = None,
     costs: ParallelCosts | None = None,
 ) -> Run:
-    """Puts a run together. What is None is what most methods share: the request's policy, a lossless verifier, the schedule
-    `sequential`, and the request's settings. For `costs` see `Run`.
+    """Puts a run together. What is None is what most methods share: the request's policy, a
+    lossless verifier, the schedule `sequential`, and the request's settings. For `costs` see `Run`.
 
     Raises SpecgenError as `make_policy`.
     """
@@ -381,7 +440,8 @@ def make_run(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method with settings. `given` are those that the user wrote, `settings` are all, with defaults and the length policy.
+    """A method with settings. `given` are those that the user wrote, `settings` are all, with
+    defaults and the length policy.
 
     As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
     """

@@ -1,4 +1,5 @@
-"""BiLD (Kim et al. 2023): the draft model falls back to the target where it is unsure, and the target rolls back bad tokens.
+"""BiLD (Kim et al. 2023): the draft model falls back to the target where it is unsure, and the
+target rolls back bad tokens.
 
 Not lossless. Its authors use fallback 0.6 and rollback 5, MTAD's paper 0.9 and 2. Imports no torch.
 """
@@ -27,10 +28,17 @@ class BiLD(DraftModelMethod):
     signals = DRAFT_SIGNALS
     settings: ClassVar = {
         "fallback": Setting(0.9, "end the draft where its top probability is below this", 0, 1),
-        "rollback": Setting(2.0, "reject tokens whose -log probability under the target is above this", 0, 1000),
+        "rollback": Setting(
+            2.0, "reject tokens whose -log probability under the target is above this", 0, 1000
+        ),
     }
     defaults: ClassVar = {"fixed": {"k": 10}}
-    tuning = Tuning("fallback", grids=({"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},))
+    tuning = Tuning(
+        "fallback",
+        grids=(
+            {"k": (3, 5, 10), "fallback": (0.3, 0.5, 0.7, 0.9), "rollback": (0.5, 1.0, 2.0, 4.0)},
+        ),
+    )
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)

@@ -1,4 +1,5 @@
-"""Block drafters: a head of some layers drafts a block of tokens in one pass (DFlash, DSpark). Imports no torch."""
+"""Block drafters: a head of some layers drafts a block of tokens in one pass (DFlash, DSpark).
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,17 +27,27 @@ class Block(PartMethod):
     policy = "fixed"
     any_policy = True
     signals = MODEL_SIGNALS
-    settings: ClassVar = {"nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024), **HEAD}
+    settings: ClassVar = {
+        "nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024),
+        **HEAD,
+    }
     defaults: ClassVar = {"fixed": {"k": 7}}
-    tuning = Tuning("block", grids=({"k": (2, 3, 4, 5, 7)}, {"nodes": (8, 24), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID))
+    tuning = Tuning(
+        "block",
+        grids=({"k": (2, 3, 4, 5, 7)}, {"nodes": (8, 24), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID),
+    )
 
     def start(self, models: Models, request: Request) -> Run:
-        """Returns a run that drafts a chain; with `nodes`, a tree of the likeliest paths, or of continuations where a row depends
-        on the token before."""
+        """Returns a run that drafts a chain; with `nodes`, a tree of the likeliest paths, or of
+        continuations where a row depends on the token before."""
         setup = self.setup(models, request)
         nodes = int(request.settings.values["nodes"])
         if nodes == 0:
             return make_run(models, request, setup, decoding.ModelDrafter(setup))
         if getattr(setup.draft, "independent", False):
-            return make_run(models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes))
-        return make_run(models, request, setup, decoding.TopKTreeDrafter(setup, width=_WIDTH, nodes=nodes))
+            return make_run(
+                models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes)
+            )
+        return make_run(
+            models, request, setup, decoding.TopKTreeDrafter(setup, width=_WIDTH, nodes=nodes)
+        )

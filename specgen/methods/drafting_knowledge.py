@@ -1,8 +1,10 @@
-"""What the length policy `adaptive` knows about a pair of models: what drafting costs there, and what its runs have learned.
+"""What the length policy `adaptive` knows about a pair of models: what drafting costs there, and
+what its runs have learned.
 
-The costs begin with those of a profile (the result of `specgen tune`), with those that an earlier process has stored, or with a
-guess; runs then learn them from the times of their rounds. Runs whose text depends on them (`Request.is_repeatable`) take those
-of the profile, or what follows from the models' sizes. Imports no torch.
+The costs begin with those of a profile (the result of `specgen tune`), with those that an earlier
+process has stored, or with a guess; runs then learn them from the times of their rounds. Runs whose
+text depends on them (`Request.is_repeatable`) take those of the profile, or what follows from the
+models' sizes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.measuring import Sample
-from specgen.methods.learned_drafting import AdaptiveInputs, DraftingCosts, Learned, LearnedCosts, verifying
+from specgen.methods.learned_drafting import (
+    AdaptiveInputs,
+    DraftingCosts,
+    Learned,
+    LearnedCosts,
+    verifying,
+)
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -24,7 +32,8 @@ if TYPE_CHECKING:
 
 Key = tuple[Any, ...]
 AUTO = "auto"
-COPYING = "echo"  # the kind of costs of drafts that take almost no time, and of methods without drafts
+# the kind of costs of drafts that take almost no time, and of methods without drafts
+COPYING = "echo"
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
@@ -40,12 +49,13 @@ _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit",
 class DraftingCase:
     """What the costs of a run's drafts depend on, apart from the machine.
 
-    `method` is the method's name, `context_length` the typical length of the context in tokens. `cost_kind` is the kind of costs
-    (`Tuning.cost_kind`); `COPYING` where no model drafts. If `is_frozen`, nothing may follow from measured times or from earlier
-    runs. `in_parallel`: drafts are made during the target's passes (PEARL). `has_model`: a model or a part of the target makes at
-    least some of the drafts; otherwise prompt lookup makes all. `runs_draft_model`: the method uses the draft model.
-    `in_blocks`: all tokens of a draft are computed in one pass. `tuned_costs` are those of the profile that chose the method,
-    None if none did.
+    `method` is the method's name, `context_length` the typical length of the context in tokens.
+    `cost_kind` is the kind of costs (`Tuning.cost_kind`); `COPYING` where no model drafts. If
+    `is_frozen`, nothing may follow from measured times or from earlier runs. `in_parallel`: drafts
+    are made during the target's passes (PEARL). `has_model`: a model or a part of the target makes
+    at least some of the drafts; otherwise prompt lookup makes all. `runs_draft_model`: the method
+    uses the draft model. `in_blocks`: all tokens of a draft are computed in one pass. `tuned_costs`
+    are those of the profile that chose the method, None if none did.
     """
 
     method: str
@@ -71,13 +81,15 @@ class DraftingCase:
     def learned_key(self) -> Key:
         """What distinguishes cases that do not share what `adaptive` learns.
 
-        These are the method, its settings and the sampling parameters: all of them change what is accepted or what a round costs.
+        These are the method, its settings and the sampling parameters: all of them change what is
+        accepted or what a round costs.
         """
         return self.method, *sorted(self.settings.values.items()), *self.sampling.warping.values()
 
 
 class DraftingKnowledge:
-    """What the length policy `adaptive` knows about one pair of models: the costs of drafting and what runs have learned.
+    """What the length policy `adaptive` knows about one pair of models: the costs of drafting and
+    what runs have learned.
 
     Later runs go on with what earlier runs have learned.
     """
@@ -88,17 +100,19 @@ class DraftingKnowledge:
         self._timed: dict[Key, LearnedCosts] = {}
 
     def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are PEARL's pass times; None for other methods,
-        and where they were not measured.
+        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are PEARL's pass
+        times; None for other methods, and where they were not measured.
 
-        A frozen case gets the costs of the profile, or else those that follow from sizes, and nothing that earlier runs have
-        learned.
+        A frozen case gets the costs of the profile, or else those that follow from sizes, and
+        nothing that earlier runs have learned.
         """
         values = case.settings.values
         timed = None
         costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
         if parallel_costs is not None:
-            verify, verify_start = verifying(parallel_costs.target_passes.at, max(parallel_costs.width, 3))
+            verify, verify_start = verifying(
+                parallel_costs.target_passes.at, max(parallel_costs.width, 3)
+            )
             costs = DraftingCosts(0.0, verify, verify_start=verify_start)
         elif case.is_frozen:
             costs = self._costs_by_size(case)
@@ -119,7 +133,8 @@ class DraftingKnowledge:
         """Keeps everything: only the texts of earlier runs are to be forgotten."""
 
     def save(self) -> None:
-        """Stores the costs of drafting that runs have learned, where they differ much from those that this process began with.
+        """Stores the costs of drafting that runs have learned, where they differ much from those
+        that this process began with.
 
         If the file cannot be written, nothing is stored.
         """
@@ -129,7 +144,8 @@ class DraftingKnowledge:
                 self._models.measurements.put(DRAFTING, key, sample)
 
     def _costs_by_size(self, case: DraftingCase) -> DraftingCosts:
-        """Returns the costs in the profile, or else those that follow from the method and the sizes of the models."""
+        """Returns the costs in the profile, or else those that follow from the method and the sizes
+        of the models."""
         guess = _guess(case)
         if case.in_parallel:
             return replace(guess, draft=0.0)
@@ -140,24 +156,31 @@ class DraftingKnowledge:
     def _timed_costs(self, case: DraftingCase) -> LearnedCosts:
         key = case.cost_key
         if key not in self._timed:
-            known = self._tuned_costs(case) or self._models.measurements.stored(DRAFTING, key, _costs_of)
+            known = self._tuned_costs(case) or self._models.measurements.stored(
+                DRAFTING, key, _costs_of
+            )
             self._timed[key] = LearnedCosts(known or _guess(case))
         return self._timed[key]
 
     def _tuned_costs(self, case: DraftingCase) -> DraftingCosts | None:
-        """Returns the costs in the profile that chose the method, else in the one that the pair was loaded with.
+        """Returns the costs in the profile that chose the method, else in the one that the pair was
+        loaded with.
 
-        None if it has none for this case, and for drafts that are trees, which tuning does not time.
+        None if it has none for this case, and for drafts that are trees, which tuning does not
+        time.
         """
         if case.drafts_trees:
             return None
-        costs = self._models.measurements.tuned_costs if case.tuned_costs is None else case.tuned_costs
+        costs = (
+            self._models.measurements.tuned_costs if case.tuned_costs is None else case.tuned_costs
+        )
         tuned = costs.get(case.cost_kind)
         return None if tuned is None else DraftingCosts.of_rounds(tuned, case.context_length)
 
 
 def draft_cost(models: Models) -> float:
-    """Returns the cost of a pass of the draft model in target passes, by the bytes of weights that both read.
+    """Returns the cost of a pass of the draft model in target passes, by the bytes of weights that
+    both read.
 
     On devices of two kinds bytes say nothing of time, and it is the guess.
     """

@@ -1,4 +1,5 @@
-"""EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025). EAGLE-2's dynamic tree is the setting `nodes`.
+"""EAGLE: a head of one layer drafts a tree (Li et al. 2024, 2025). EAGLE-2's dynamic tree is the
+setting `nodes`.
 
 Imports no torch.
 """
@@ -9,7 +10,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import Grid, PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import ADAPTIVE_GRID, CAPE, CAPE_GRID, HEAD, SVIP_GRID, model_drafter, tree_settings
+from specgen.methods.model_drafts import (
+    ADAPTIVE_GRID,
+    CAPE,
+    CAPE_GRID,
+    HEAD,
+    SVIP_GRID,
+    model_drafter,
+    tree_settings,
+)
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run

@@ -1,8 +1,10 @@
-"""EESD: the target's first layers and a trained exit layer draft, and Thompson sampling ends the drafts. Imports no torch.
+"""EESD: the target's first layers and a trained exit layer draft, and Thompson sampling ends the
+drafts. Imports no torch.
 
-The exit layer follows the first 5 to 10 % of the target's layers. Draft and target share the results of these layers, so that
-verification runs only the later ones. Sections 3.1 (the exit layer), 3.3 (Thompson sampling, in `thompson`), 5.7 (trees); Tables
-4 and 5 compare the length policies.
+The exit layer follows the first 5 to 10 % of the target's layers. Draft and target share the
+results of these layers, so that verification runs only the later ones. Sections 3.1 (the exit
+layer), 3.3 (Thompson sampling, in `thompson`), 5.7 (trees); Tables 4 and 5 compare the length
+policies.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ if TYPE_CHECKING:
     from specgen.methods.base import Request
     from specgen.models.models import Models
 
-_EXIT = {"exit": Setting(DEFAULT_PART, "the exit layer's file or folder; auto: --exit-layer, or the one found for the target")}
+_EXIT = {
+    "exit": Setting(
+        DEFAULT_PART,
+        "the exit layer's file or folder; auto: --exit-layer, or the one found for the target",
+    )
+}
 _CALIBRATED: Grid = {
     "policy": ("cali-ts",),
     "sigma_model": (0.1, 0.3, 0.5),
@@ -30,7 +37,12 @@ _CALIBRATED: Grid = {
     "theta0": (0.5, 0.7, 0.9),
     "max_draft": (3, 5, 8, 40),
 }
-_BETA: Grid = {"policy": ("beta-ts",), "alpha": (1.0, 2.0, 5.0), "beta": (0.5, 1.0, 2.0, 5.0), "max_draft": (4, 8, 40)}
+_BETA: Grid = {
+    "policy": ("beta-ts",),
+    "alpha": (1.0, 2.0, 5.0),
+    "beta": (0.5, 1.0, 2.0, 5.0),
+    "max_draft": (4, 8, 40),
+}
 _FIXED: Grid = {"policy": ("fixed",), "k": range(1, 13)}
 _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
 
@@ -47,19 +59,27 @@ class EESD(PartMethod):
     tuning = Tuning("exit", recorded=True, grids=(_CALIBRATED, _BETA, _FIXED), shapes=(_TREES,))
 
     def start(self, models: Models, request: Request) -> Run:
-        setup = self.setup(models, request)  # target and exit share the first layers; the predictor comes with them
+        # target and exit share the first layers; the predictor comes with them
+        setup = self.setup(models, request)
         drafter = model_drafter(setup, request.settings)
-        # Its target passes are shorter than others by the shared layers, so they are not compared with measured ones.
+        # Its target passes are shorter than others by the shared layers, so they are not compared
+        # with measured ones.
         return make_run(models, request, setup, drafter, schedule=decoding.sequential)
 
     def without_part(self, target: str | None) -> SpecgenError:
         return SpecgenError(
             f"{self.name} needs an exit layer trained for the target, and there is none",
-            f"Train one with {training_command(self.needs, target)}, or name one with --exit-layer FILE",
+            (
+                f"Train one with {training_command(self.needs, target)}, or name one with "
+                "--exit-layer FILE"
+            ),
         )
 
     def without_predictor(self) -> SpecgenError:
-        hint = "Train another with specgen tune --train, set model_prediction=false, or use policy=beta-ts"
+        hint = (
+            "Train another with specgen tune --train, set model_prediction=false, or "
+            "use policy=beta-ts"
+        )
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
 
 

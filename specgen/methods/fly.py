@@ -1,4 +1,5 @@
-"""FLy: tokens that differ from the target's are accepted where it was unsure and the draft then agrees with it again.
+"""FLy: tokens that differ from the target's are accepted where it was unsure and the draft then
+agrees with it again.
 
 Not lossless. Imports no torch.
 """
@@ -28,8 +29,15 @@ class FLy(DraftModelMethod):
     decodes_greedily = True
     signals = DRAFT_SIGNALS
     settings: ClassVar = {
-        "window": Setting(6, "a differing token is kept if the rest of a window of this many tokens agrees", 2, 64),
-        "entropy": Setting(0.3, "and the target's entropy over its three likeliest tokens is at least this (nats)", 0, 1.1),
+        "window": Setting(
+            6, "a differing token is kept if the rest of a window of this many tokens agrees", 2, 64
+        ),
+        "entropy": Setting(
+            0.3,
+            "and the target's entropy over its three likeliest tokens is at least this (nats)",
+            0,
+            1.1,
+        ),
     }
     defaults: ClassVar = {"fixed": {"k": 15}}
     tuning = Tuning("loose", grids=({"k": (8, 15), "window": (4, 6), "entropy": (0.0, 0.3)},))
@@ -37,5 +45,9 @@ class FLy(DraftModelMethod):
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)
         values = request.settings.values
-        verifier = decoding.FlyVerifier(setup, window=int(values["window"]), entropy=float(values["entropy"]))
-        return make_run(models, request, setup, model_drafter(setup, request.settings), verifier=verifier)
+        verifier = decoding.FlyVerifier(
+            setup, window=int(values["window"]), entropy=float(values["entropy"])
+        )
+        return make_run(
+            models, request, setup, model_drafter(setup, request.settings), verifier=verifier
+        )

@@ -1,4 +1,5 @@
-"""GliDe: a head that also attends to the target's KV cache drafts; CaPE adds candidates at each position (Du et al. 2024).
+"""GliDe: a head that also attends to the target's KV cache drafts; CaPE adds candidates at each
+position (Du et al. 2024).
 
 Imports no torch.
 """
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import ADAPTIVE_GRID, CAPE, CAPE_GRID, HEAD, SVIP_GRID, model_drafter
+from specgen.methods.model_drafts import (
+    ADAPTIVE_GRID,
+    CAPE,
+    CAPE_GRID,
+    HEAD,
+    SVIP_GRID,
+    model_drafter,
+)
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -25,7 +33,9 @@ class GliDe(PartMethod):
     any_policy = True
     signals = DRAFT_SIGNALS
     settings: ClassVar = CAPE | HEAD
-    tuning = Tuning("glide", grids=({"k": (1, 2, 3, 4, 5, 6, 8)}, CAPE_GRID, SVIP_GRID, ADAPTIVE_GRID))
+    tuning = Tuning(
+        "glide", grids=({"k": (1, 2, 3, 4, 5, 6, 8)}, CAPE_GRID, SVIP_GRID, ADAPTIVE_GRID)
+    )
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)

@@ -1,4 +1,5 @@
-"""Multi-token joint greedy decoding, the exact decoding that MTAD approximates (MTAD, Definition 3.1).
+"""Multi-token joint greedy decoding, the exact decoding that MTAD approximates (MTAD, Definition
+3.1).
 
 Not lossless. Imports no torch.
 """
@@ -26,12 +27,16 @@ class Joint(Method):
     settings: ClassVar = {
         "k": Setting(4, "tokens in a block", 1, 64),
         "beams": Setting(0, "width of an approximate beam search; 0: the exact search", 0, 256),
-        "nodes": Setting(4096, "most prefixes that the exact search for one block may extend", 16, 1 << 20),
+        "nodes": Setting(
+            4096, "most prefixes that the exact search for one block may extend", 16, 1 << 20
+        ),
     }
     tuning = Tuning("search", is_yardstick=True)
 
     def start(self, models: Models, request: Request) -> Run:
         setup = make_setup(models, request, models.plain())
         values = request.settings.values
-        schedule = decoding.JointGreedy(setup, k=int(values["k"]), beams=int(values["beams"]), nodes=int(values["nodes"]))
+        schedule = decoding.JointGreedy(
+            setup, k=int(values["k"]), beams=int(values["beams"]), nodes=int(values["nodes"])
+        )
         return make_run(models, request, setup, decoding.NoDrafter(), schedule=schedule)

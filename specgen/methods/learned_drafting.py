@@ -1,4 +1,5 @@
-"""What the length policy `adaptive` learns about a drafter, from run to run: what drafting costs, and what is accepted.
+"""What the length policy `adaptive` learns about a drafter, from run to run: what drafting costs,
+and what is accepted.
 
 Imports no torch.
 """
@@ -14,35 +15,61 @@ from statistics import median
 from specgen.base.measuring import spread
 from specgen.decoding.costs import RoundCosts
 
-OPTION = 1.1  # a further token also shows whether those after it are worth drafting, which its own worth does not count
-SHORTEST_PAUSE, LONGEST_PAUSE = 4, 1024  # rounds
-_MODEL_RATE, _LOOKUP_RATE = 0.8, 0.5  # acceptance rates from which the first worth of a token is computed
+# a further token also shows whether those after it are worth drafting, which its own worth does not
+# count
+OPTION = 1.1
+# rounds
+SHORTEST_PAUSE = 4
+LONGEST_PAUSE = 1024
+# acceptance rates from which the first worth of a token is computed
+_MODEL_RATE = 0.8
+_LOOKUP_RATE = 0.5
 _COST_TOKENS = 10.0  # the worth that is assumed at first counts as much as this many tokens
-_FADING = 0.97  # sums over rounds are multiplied by this for each round, sums of gains for each draft
+# sums over rounds are multiplied by this for each round, sums of gains for each draft
+_FADING = 0.97
 _IDLE_FADING = 0.98  # sums of gains are multiplied by this for each round without a draft
-_FIRST_GAIN, _DRAFTS, _FEWEST_DRAFTS = 0.6, 10.0, 0.2  # the gain assumed at first, how many drafts it counts as, and the fewest
+# the gain assumed at first, how many drafts it counts as, and the fewest
+_FIRST_GAIN = 0.6
+_DRAFTS = 10.0
+_FEWEST_DRAFTS = 0.2
 _SHRINKING = 0.85
-_LONG, _RECENT, _RECENT_STRENGTH = 0.999, 0.95, 5.0  # factors on sums over all tokens and over the last ones, for each token
+# factors on sums over all tokens and over the last ones, for each token
+_LONG = 0.999
+_RECENT = 0.95
+_RECENT_STRENGTH = 5.0
 _USUAL = 6  # drafted tokens: costs per token are taken at this length
-_SHORTEST, _LONGEST = 1e-9, 1e9  # seconds: other times are no measurement
-_LAST_PASSES, _LAST_DRAFTS = 64, 32  # from which costs are learned
+# seconds: other times are no measurement
+_SHORTEST = 1e-9
+_LONGEST = 1e9
+# from which costs are learned
+_LAST_PASSES = 64
+_LAST_DRAFTS = 32
 _OUTLIER = 3.0  # a time counts as at most this many times the usual one
-_EACH, _EVERY = 16, 4  # each of the first rounds changes the costs, later every fourth: it takes as long as drafting a token
-_LEAST_DRAFT = 0.1  # target passes: a draft that is usually shorter may take this many times `_OUTLIER` too
-_BLOCK_RATIO = 3.0  # if the first token costs more than this many further ones, the drafter makes all in one pass
+# each of the first rounds changes the costs, later every fourth: it takes as long as drafting a
+# token
+_EACH = 16
+_EVERY = 4
+# target passes: a draft that is usually shorter may take this many times `_OUTLIER` too
+_LEAST_DRAFT = 0.1
+# if the first token costs more than this many further ones, the drafter makes all in one pass
+_BLOCK_RATIO = 3.0
 _WIDEST = 8  # drafted tokens; the guess counts as measured passes of none and of this many
-_TRUST = 0.05  # as how many passes each of the two: more would pull the line, as few widths are seen and this is far from them
+# as how many passes each of the two: more would pull the line, as few widths are seen and this is
+# far from them
+_TRUST = 0.05
 _EXTENDED = 0.5  # as how many passes without drafted tokens the line through the others counts
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingCosts:
-    """The costs of drafting and of verifying one more token, in units of a target pass over one token.
+    """The costs of drafting and of verifying one more token, in units of a target pass over one
+    token.
 
-    `draft` is the cost of one more drafted token (one more level, for a tree), `verify` what a drafted token adds to the target's
-    pass. `start` is a cost per draft: that of the pass of a drafter that computes all its tokens at once, 0 for other drafters.
-    `verify_start` is what the first drafted token adds to the target's pass besides `verify`: much in a mixture of experts, where
-    the first few tokens of a pass need more new experts than later ones.
+    `draft` is the cost of one more drafted token (one more level, for a tree), `verify` what a
+    drafted token adds to the target's pass. `start` is a cost per draft: that of the pass of a
+    drafter that computes all its tokens at once, 0 for other drafters. `verify_start` is what the
+    first drafted token adds to the target's pass besides `verify`: much in a mixture of experts,
+    where the first few tokens of a pass need more new experts than later ones.
     """
 
     draft: float
@@ -52,9 +79,12 @@ class DraftingCosts:
 
     @classmethod
     def of_rounds(cls, costs: RoundCosts, context_length: int) -> DraftingCosts:
-        """Converts measured seconds of rounds to costs in target passes, for a context of `context_length` tokens."""
+        """Converts measured seconds of rounds to costs in target passes, for a context of
+        `context_length` tokens."""
         single = costs.verification_cost.at(1, context_length)
-        verify, verify_start = verifying(lambda tokens: costs.verification_cost.at(tokens, context_length), _USUAL + 1)
+        verify, verify_start = verifying(
+            lambda tokens: costs.verification_cost.at(tokens, context_length), _USUAL + 1
+        )
         first, whole = (costs.draft_cost.at(length, context_length) for length in (1, _USUAL))
         further = max(0.0, whole - first) / (_USUAL - 1)
         # a drafter of single tokens takes about as long for the first as for each further one
@@ -63,19 +93,25 @@ class DraftingCosts:
         return cls(draft / single, verify, start / single, verify_start)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
-        """Returns these costs with `draft` replaced by the given value, and `verify_start` and `verify` by 0 and the given value;
-        None keeps what there is."""
+        """Returns these costs with `draft` replaced by the given value, and `verify_start` and
+        `verify` by 0 and the given value; None keeps what there is."""
         drafting = self.draft if draft is None else draft
         if verify is not None:
             return DraftingCosts(drafting, verify, self.start)
         return replace(self, draft=drafting)
 
     def of_draft(self, levels: int, tokens: int) -> float:
-        """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying `tokens` drafted tokens."""
-        return (self.start if levels else 0.0) + (self.verify_start if tokens else 0.0) + self.of_further(levels, tokens)
+        """Returns the cost of drafting `levels` tokens in a row (levels of a tree) and of verifying
+        `tokens` drafted tokens."""
+        return (
+            (self.start if levels else 0.0)
+            + (self.verify_start if tokens else 0.0)
+            + self.of_further(levels, tokens)
+        )
 
     def of_further(self, levels: int, tokens: int) -> float:
-        """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a draft that has begun."""
+        """Returns the cost of `levels` more drafted tokens and of verifying `tokens` more, in a
+        draft that has begun."""
         return levels * self.draft + tokens * self.verify
 
     def at_most(self, bounds: DraftingCosts) -> DraftingCosts:
@@ -88,20 +124,24 @@ class DraftingCosts:
         )
 
     def time_per_token(self, acceptance: float, longest: int = 16) -> float:
-        """Returns the lowest expected cost per output token with drafts of a fixed length, at most `longest` tokens.
+        """Returns the lowest expected cost per output token with drafts of a fixed length, at most
+        `longest` tokens.
 
-        Each drafted token is accepted with probability `acceptance`, independently. At most 1: plain decoding.
+        Each drafted token is accepted with probability `acceptance`, independently. At most 1:
+        plain decoding.
         """
-        tokens, best = 1.0, 1.0
+        tokens = 1.0
+        best = 1.0
         for length in range(1, longest + 1):
             tokens += acceptance**length
             best = min(best, (1 + self.of_draft(length, length)) / tokens)
         return best
 
     def differs(self, other: DraftingCosts, factor: float) -> bool:
-        """Whether drafting and verifying one token costs more than `factor` times as much as with the `other` costs, or the
-        reverse."""
-        own, its = self.of_draft(1, 1), other.of_draft(1, 1)
+        """Whether drafting and verifying one token costs more than `factor` times as much as with
+        the `other` costs, or the reverse."""
+        own = self.of_draft(1, 1)
+        its = other.of_draft(1, 1)
         return max(own, its) > factor * min(own, its)
 
 
@@ -113,44 +153,55 @@ _EQUAL_TRIALS = 6  # ... so this many of such trials double the interval, as one
 
 
 def verifying(seconds: Callable[[int], float], widest: int) -> tuple[float, float]:
-    """Returns `DraftingCosts.verify` and `verify_start` for the seconds of target passes over 1, 2 and `widest` (above 2) tokens.
+    """Returns `DraftingCosts.verify` and `verify_start` for the seconds of target passes over 1, 2
+    and `widest` (above 2) tokens.
 
-    They give the time over `widest` tokens, and that over 2 too unless this is below the straight line.
+    They give the time over `widest` tokens, and that over 2 too unless this is below the straight
+    line.
     """
-    single, further = seconds(1), widest - 1
+    single = seconds(1)
+    further = widest - 1
     mean = max(0.0, seconds(widest) / single - 1) / further
     start = max(0.0, seconds(2) / single - 1 - mean) * further / (further - 1)
     return max(0.0, mean - start / further), start
 
 
 class LearnedCosts:
-    """Learns the costs of drafting from the times of rounds. `guess` are the costs at the beginning, `costs` those learned so
-    far.
+    """Learns the costs of drafting from the times of rounds. `guess` are the costs at the
+    beginning, `costs` those learned so far.
 
-    The cost of verification is the slope of a line through the seconds of target passes with drafted tokens, over their number.
-    The median of the passes without drafted tokens is the unit; `verify_start` is what the line is above it at 0. The cost of
-    drafting is the mean of the seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed in one
-    pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other seconds of a draft. Target passes
-    and a draft with the times that the guess predicts are counted as if they had been measured.
+    The cost of verification is the slope of a line through the seconds of target passes with
+    drafted tokens, over their number. The median of the passes without drafted tokens is the unit;
+    `verify_start` is what the line is above it at 0. The cost of drafting is the mean of the
+    seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed in one
+    pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other
+    seconds of a draft. Target passes and a draft with the times that the guess predicts are counted
+    as if they had been measured.
 
-    A disturbance (a stall, a busy machine) makes a round longer, never shorter. So each time counts as at most `_OUTLIER` times
-    the lower quartile of the last ones, which stays right while fewer than three quarters of them are disturbed. The costs follow
-    from the last rounds alone: nothing that came before them is left in an estimate.
+    A disturbance (a stall, a busy machine) makes a round longer, never shorter. So each time counts
+    as at most `_OUTLIER` times the lower quartile of the last ones, which stays right while fewer
+    than three quarters of them are disturbed. The costs follow from the last rounds alone: nothing
+    that came before them is left in an estimate.
 
-    Costs that forbid a draft would stay for good, because only drafts show what drafting costs. After some rounds without a draft
-    `costs` are therefore low enough for a short one, and its times decide.
+    Costs that forbid a draft would stay for good, because only drafts show what drafting costs.
+    After some rounds without a draft `costs` are therefore low enough for a short one, and its
+    times decide.
     """
 
     def __init__(self, guess: DraftingCosts) -> None:
         self.guess = self.costs = guess
         self.rounds = 0
-        self._passes: deque[tuple[int, float]] = deque(maxlen=_LAST_PASSES)  # drafted tokens, seconds of the target's pass
-        self._drafts: deque[tuple[int, float]] = deque(maxlen=_LAST_DRAFTS)  # drafted tokens (levels of a tree), seconds
+        # drafted tokens, seconds of the target's pass
+        self._passes: deque[tuple[int, float]] = deque(maxlen=_LAST_PASSES)
+        # drafted tokens (levels of a tree), seconds
+        self._drafts: deque[tuple[int, float]] = deque(maxlen=_LAST_DRAFTS)
         self._idle = 0  # rounds since the last draft
-        self._refused = 0  # drafts after such a pause, one after the other, that were too expensive again
+        # drafts after such a pause, one after the other, that were too expensive again
+        self._refused = 0
 
     def add(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
-        """Learns from the times of a round. The arguments are those of `LengthPolicy.observe_seconds`.
+        """Learns from the times of a round. The arguments are those of
+        `LengthPolicy.observe_seconds`.
 
         Times that cannot be, as of a clock that stands or is set, are left out.
         """
@@ -176,11 +227,15 @@ class LearnedCosts:
 
     @property
     def spread(self) -> float:
-        """How much the times of the last passes scatter, relative to what the costs predict: see `measuring.spread`."""
-        return spread([seconds / (1 + self.costs.of_draft(0, tokens)) for tokens, seconds in self._passes])
+        """How much the times of the last passes scatter, relative to what the costs predict: see
+        `measuring.spread`."""
+        return spread(
+            [seconds / (1 + self.costs.of_draft(0, tokens)) for tokens, seconds in self._passes]
+        )
 
     def _judge_trial(self, levels: int, drafting: float, tokens: int, verification: float) -> None:
-        """Forgets the drafts before the pause if this draft after it was cheap; counts it as refused otherwise."""
+        """Forgets the drafts before the pause if this draft after it was cheap; counts it as
+        refused otherwise."""
         single = self._verification()[0]
         allowed = single * (1 + _TRIAL.of_draft(levels, tokens))
         if drafting + verification > allowed:
@@ -195,7 +250,8 @@ class LearnedCosts:
     def is_trial(self) -> bool:
         """Whether so many rounds had no draft that the next one is tried, whatever was learned.
 
-        The intervals between trials grow with each that was too expensive, and less with one that was a stall.
+        The intervals between trials grow with each that was too expensive, and less with one that
+        was a stall.
         """
         doublings = self._refused // _EQUAL_TRIALS
         return self._idle >= min(_TRIAL_INTERVAL << min(doublings, 10), LONGEST_PAUSE)
@@ -211,8 +267,8 @@ class LearnedCosts:
         return DraftingCosts(drafting, slope / single, start, verify_start).at_most(_MOST)
 
     def _verification(self) -> tuple[float, float, float]:
-        """Returns the seconds of a pass over one token (the unit), and the line through the passes with drafted tokens: see
-        `_line`."""
+        """Returns the seconds of a pass over one token (the unit), and the line through the passes
+        with drafted tokens: see `_line`."""
         expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens, _ in self._passes}
         usual = _lower([seconds / expected[tokens] for tokens, seconds in self._passes], 4)
         most = _OUTLIER * usual
@@ -231,10 +287,11 @@ class LearnedCosts:
         return single, first, slope
 
     def _line(self, verified: Sequence[tuple[int, float]], single: float) -> tuple[float, float]:
-        """Returns the line through the target passes with drafted tokens: its seconds for none, and its slope.
+        """Returns the line through the target passes with drafted tokens: its seconds for none, and
+        its slope.
 
-        `single` is about the time of a pass over one token. A drafted token takes no longer than a pass of its own, which bounds
-        the slope.
+        `single` is about the time of a pass over one token. A drafted token takes no longer than a
+        pass of its own, which bounds the slope.
         """
         begin = single * (1 + self.guess.verify_start)
         widest = begin + single * self.guess.verify * _WIDEST
@@ -257,18 +314,20 @@ class LearnedCosts:
         return first, slope
 
     def _drafting(self, single: float) -> float:
-        """Returns the mean cost of a drafted token in units of `single` seconds, or of a draft's `start` if the guess has
-        one."""
+        """Returns the mean cost of a drafted token in units of `single` seconds, or of a draft's
+        `start` if the guess has one."""
         guess = self.guess
         usual = guess.start or guess.draft
-        costs = list[tuple[float, int]]()  # of each draft: the cost, and the number of tokens that it is for
+        # of each draft: the cost, and the number of tokens that it is for
+        costs = list[tuple[float, int]]()
         for levels, seconds in self._drafts:
             if guess.start:
                 costs.append((max(0.0, seconds / single - levels * guess.draft), 1))
             else:
                 costs.append((seconds / single, levels))
         usual = _lower([usual, *(cost / count for cost, count in costs)], 3)
-        total, counted = guess.start or guess.draft, 1
+        total = guess.start or guess.draft
+        counted = 1
         for cost, count in costs:
             total += min(cost, _OUTLIER * max(usual * count, _LEAST_DRAFT))
             counted += count
@@ -282,11 +341,13 @@ def _lower(values: Sequence[float], parts: int) -> float:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Predicts from a token's score (log odds) whether it is accepted, and learns from tokens that were accepted or rejected.
+    """Predicts from a token's score (log odds) whether it is accepted, and learns from tokens that
+    were accepted or rejected.
 
-    The score is corrected by two learned offsets. `offset` is learned from all tokens, by a Newton step of logistic regression
-    after each; the second one, from the last tokens alone. `strength` is the weight of the prior, which is an offset of 0, in
-    units of p (1 - p): a larger one makes the offset move less with each token.
+    The score is corrected by two learned offsets. `offset` is learned from all tokens, by a Newton
+    step of logistic regression after each; the second one, from the last tokens alone. `strength`
+    is the weight of the prior, which is an offset of 0, in units of p (1 - p): a larger one makes
+    the offset move less with each token.
     """
 
     strength: float
@@ -296,16 +357,20 @@ class Acceptance:
     recent: float = 0.0  # as `information`, over the last tokens
 
     def predict(self, score: float) -> float:
-        """Returns the probability that a token with this score is accepted, given that the tokens before it were."""
+        """Returns the probability that a token with this score is accepted, given that the tokens
+        before it were."""
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Moves what `predict` returns for later tokens towards what happened to a drafted token with the same kind of score.
+        """Moves what `predict` returns for later tokens towards what happened to a drafted token
+        with the same kind of score.
 
-        Call it for each token that the target has accepted, and for the first one that it has rejected.
+        Call it for each token that the target has accepted, and for the first one that it has
+        rejected.
         """
         expected = _probability(score + self.offset)
-        residual, information = accepted - expected, expected * (1 - expected)
+        residual = accepted - expected
+        information = expected * (1 - expected)
         self.residuals = _RECENT * self.residuals + residual
         self.recent = _RECENT * self.recent + information
         self.information = _LONG * self.information + information
@@ -318,15 +383,16 @@ def _probability(odds: float) -> float:
 
 @dataclass(slots=True)
 class DraftingGuard:
-    """Pauses drafting after it has lost more than a budget, so that what drafting can lose is bounded, whatever the predictions
-    say.
+    """Pauses drafting after it has lost more than a budget, so that what drafting can lose is
+    bounded, whatever the predictions say.
 
-    Losses are in units of a target pass over one token: the cost of a round minus the tokens that it gave, because plain decoding
-    pays one unit for each token. They are summed over rounds with a draft. If the sum is above the budget, drafting pauses, the
-    budget is subtracted from the sum, and the next pause will be twice as long. If the sum is below minus the budget, it is set
-    to 0, and the next pause will be half as long. So whatever is accepted, n rounds lose at most b * (3 + log2(1 + n /
-    `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding, where b is the budget or the loss of one round,
-    whichever is larger.
+    Losses are in units of a target pass over one token: the cost of a round minus the tokens that
+    it gave, because plain decoding pays one unit for each token. They are summed over rounds with a
+    draft. If the sum is above the budget, drafting pauses, the budget is subtracted from the sum,
+    and the next pause will be twice as long. If the sum is below minus the budget, it is set to 0,
+    and the next pause will be half as long. So whatever is accepted, n rounds lose at most b * (3 +
+    log2(1 + n / `SHORTEST_PAUSE`) + n / `LONGEST_PAUSE`) units against plain decoding, where b is
+    the budget or the loss of one round, whichever is larger.
     """
 
     loss: float = 0.0
@@ -334,34 +400,40 @@ class DraftingGuard:
     left: int = 0  # rounds that are left of this pause
 
     def pauses(self) -> bool:
-        """Whether the next round drafts nothing because of a pause. If so, this call counts the round as one of the pause."""
+        """Whether the next round drafts nothing because of a pause. If so, this call counts the
+        round as one of the pause."""
         if not self.left:
             return False
         self.left -= 1
         return True
 
     def count(self, cost: float, tokens: int, budget: float) -> None:
-        """Adds a round with a draft: its cost, in target passes over one token, and the output tokens that it gave. May begin a
-        pause."""
+        """Adds a round with a draft: its cost, in target passes over one token, and the output
+        tokens that it gave. May begin a pause."""
         self.loss += cost - tokens
         if self.loss > budget:
             self.left = self.pause
-            self.loss = min(self.loss - budget, budget)  # one huge loss costs one pause, not one after another
+            # one huge loss costs one pause, not one after another
+            self.loss = min(self.loss - budget, budget)
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
         elif self.loss < -budget:
-            self.pause, self.loss = max(self.pause // 2, SHORTEST_PAUSE), 0.0
+            self.pause = max(self.pause // 2, SHORTEST_PAUSE)
+            self.loss = 0.0
 
 
 @dataclass(slots=True)
 class Learned:
-    """What the length policy `adaptive` has learned about a drafter of a pair. Kept from run to run.
+    """What the length policy `adaptive` has learned about a drafter of a pair. Kept from run to
+    run.
 
-    `token` predicts the acceptance of a drafted token, `following` that of the token after it, `lookup` that of a token copied by
-    prompt lookup. `cost` and `tokens` are sums over rounds, from which the worth of a token is computed. `gain` and `drafts` are
-    sums over the draft model's drafts: what they gained, and their number. In all sums, older rounds count less. Costs and gains
-    are in units of a target pass over one token. The mean gain begins at an assumed value, which counts as `trust` drafts.
-    `trust` falls with each draft of which nothing is accepted, so that drafts of a useless model are tried ever more rarely.
-    `guard` and `lookup_guard` pause drafting by the model and by prompt lookup after losses.
+    `token` predicts the acceptance of a drafted token, `following` that of the token after it,
+    `lookup` that of a token copied by prompt lookup. `cost` and `tokens` are sums over rounds, from
+    which the worth of a token is computed. `gain` and `drafts` are sums over the draft model's
+    drafts: what they gained, and their number. In all sums, older rounds count less. Costs and
+    gains are in units of a target pass over one token. The mean gain begins at an assumed value,
+    which counts as `trust` drafts. `trust` falls with each draft of which nothing is accepted, so
+    that drafts of a useless model are tried ever more rarely. `guard` and `lookup_guard` pause
+    drafting by the model and by prompt lookup after losses.
     """
 
     cost: float
@@ -377,45 +449,54 @@ class Learned:
 
     @classmethod
     def prior(cls, costs: DraftingCosts, *, has_model: bool = True) -> Learned:
-        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model drafts; otherwise prompt
-        lookup alone."""
-        return cls(_COST_TOKENS * costs.time_per_token(_MODEL_RATE if has_model else _LOOKUP_RATE), _COST_TOKENS)
+        """Returns what is assumed before anything is learned, at these costs. `has_model`: a model
+        drafts; otherwise prompt lookup alone."""
+        return cls(
+            _COST_TOKENS * costs.time_per_token(_MODEL_RATE if has_model else _LOOKUP_RATE),
+            _COST_TOKENS,
+        )
 
     @property
     def worth(self) -> float:
-        """The worth of an output token: the cost per output token so far. At most 1, which is the cost in plain decoding."""
+        """The worth of an output token: the cost per output token so far. At most 1, which is the
+        cost in plain decoding."""
         return min(1.0, self.cost / self.tokens)
 
     @property
     def mean_gain(self) -> float:
-        """The mean gain of the model's last drafts. While nothing is drafted, it returns towards the gain that is assumed at
-        first."""
+        """The mean gain of the model's last drafts. While nothing is drafted, it returns towards
+        the gain that is assumed at first."""
         return (self.gain + self.trust * _FIRST_GAIN) / (self.drafts + self.trust)
 
     def add_round(self, cost: float, tokens: int) -> None:
-        """Adds a round, with or without a draft: its cost, and the number of output tokens that it gave."""
+        """Adds a round, with or without a draft: its cost, and the number of output tokens that it
+        gave."""
         self.cost = _FADING * self.cost + cost
         self.tokens = _FADING * self.tokens + tokens
 
     def add_draft(self, accepted: int, cost: float) -> None:
-        """Adds a model's draft: the number of accepted tokens, and its cost of drafting and verification."""
+        """Adds a model's draft: the number of accepted tokens, and its cost of drafting and
+        verification."""
         self.gain = _FADING * self.gain + accepted * self.worth - cost
         self.drafts = _FADING * self.drafts + 1
         self.trust = _DRAFTS if accepted else max(_FEWEST_DRAFTS, _SHRINKING * self.trust)
 
     def add_idle(self) -> None:
         """Adds a round in which the model did not draft."""
-        self.gain, self.drafts = _IDLE_FADING * self.gain, _IDLE_FADING * self.drafts
+        self.gain = _IDLE_FADING * self.gain
+        self.drafts = _IDLE_FADING * self.drafts
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveInputs:
-    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned about the drafter.
+    """What a run's length policy `adaptive` decides by: the costs of drafting, and what was learned
+    about the drafter.
 
-    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the run's rounds; None: they stay as
-    they are. `learned` changes during the run. `in_parallel`: drafts are made during the target's passes (PEARL), and cost
-    nothing. Runs with the same `key` share what they learn, also those whose policy decides in another process; None: this run
-    shares nothing.
+    `costs` are the costs at the beginning of the run. `timed` learns them from the times of the
+    run's rounds; None: they stay as they are. `learned` changes during the run. `in_parallel`:
+    drafts are made during the target's passes (PEARL), and cost nothing. Runs with the same `key`
+    share what they learn, also those whose policy decides in another process; None: this run shares
+    nothing.
     """
 
     costs: DraftingCosts

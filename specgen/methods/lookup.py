@@ -1,4 +1,5 @@
-"""Prompt lookup: a draft is copied from the context, after an earlier occurrence of its last tokens (Saxena 2023).
+"""Prompt lookup: a draft is copied from the context, after an earlier occurrence of its last tokens
+(Saxena 2023).
 
 Imports no torch.
 """
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
 
 
 class PromptLookupDrafter:
-    """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before, and proposes what followed it.
+    """Finds the longest n-gram (up to `ngram` tokens) at the context's end that occurred before,
+    and proposes what followed it.
 
-    This is prompt lookup (Saxena 2023). If the n-gram occurred several times, the latest occurrence counts. If the copied tokens
-    reach the end of the context, copying continues from the draft itself. An index of n-grams grows with the context, so the cost
-    of a draft does not depend on the context's length.
-    The signal `match_length` of a drafted token is the length of its match: how many tokens before it equal the tokens before the
-    one that it copies. It counts all tokens drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from
-    each match, whether it was drafted or not.
+    This is prompt lookup (Saxena 2023). If the n-gram occurred several times, the latest occurrence
+    counts. If the copied tokens reach the end of the context, copying continues from the draft
+    itself. An index of n-grams grows with the context, so the cost of a draft does not depend on
+    the context's length. The signal `match_length` of a drafted token is the length of its match:
+    how many tokens before it equal the tokens before the one that it copies. It counts all tokens
+    drafted before it, and at most `LONGEST_MATCH` of the context. The policy learns from each
+    match, whether it was drafted or not.
     """
 
     LONGEST_MATCH = 32
@@ -40,11 +43,14 @@ class PromptLookupDrafter:
         self._continuations: dict[tuple[int, ...], int] = {}
         self._context: Context | None = None
         self._indexed = 0
-        self._last: tuple[int, int, int] | None = None  # the context's length, the match's end and its length
+        # the context's length, the match's end and its length
+        self._last: tuple[int, int, int] | None = None
 
-    def propose(self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True) -> Draft:
-        """Drafts at most `limit` tokens after the context; see `Drafter.propose`. `is_last` is passed to
-        `LengthPolicy.starts_draft`."""
+    def propose(
+        self, context: Context, policy: LengthPolicy, limit: int, *, is_last: bool = True
+    ) -> Draft:
+        """Drafts at most `limit` tokens after the context; see `Drafter.propose`. `is_last` is
+        passed to `LengthPolicy.starts_draft`."""
         self._index(context)
         self._compare_last(context, policy)
         start = self._match(context)
@@ -56,7 +62,9 @@ class PromptLookupDrafter:
 
         def extend(position: int) -> DraftedToken | str:
             source = start + position - 1
-            tokens.append(context.ids[source] if source < len(context) else tokens[source - len(context)])
+            tokens.append(
+                context.ids[source] if source < len(context) else tokens[source - len(context)]
+            )
             eos = tokens[-1] in self._eos_ids
             return "eos" if eos else DraftedToken(position, {MATCH_LENGTH: matched + position - 1})
 
@@ -64,27 +72,43 @@ class PromptLookupDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _compare_last(self, context: Context, policy: LengthPolicy) -> None:
-        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the
+        context since."""
         if self._last is None:
             return
         length, start, matched = self._last
         self._last = None
         joined = len(context) - length
-        agreed = next((count for count in range(joined) if context.ids[start + count] != context.ids[length + count]), joined)
+        agreed = next(
+            (
+                count
+                for count in range(joined)
+                if context.ids[start + count] != context.ids[length + count]
+            ),
+            joined,
+        )
         begin = perf_counter()
         policy.observe_match(matched, agreed, ended=agreed < joined)
         policy.seconds += perf_counter() - begin
 
     def _matching_tokens(self, context: Context, start: int) -> int:
-        """Returns how many tokens at the context's end equal those before position `start`, at most `LONGEST_MATCH`."""
-        ids, end = context.ids, len(context)
+        """Returns how many tokens at the context's end equal those before position `start`, at most
+        `LONGEST_MATCH`."""
+        ids = context.ids
+        end = len(context)
         longest = min(start, self.LONGEST_MATCH)
-        return next((count for count in range(longest) if ids[start - 1 - count] != ids[end - 1 - count]), longest)
+        return next(
+            (count for count in range(longest) if ids[start - 1 - count] != ids[end - 1 - count]),
+            longest,
+        )
 
     def _index(self, context: Context) -> None:
-        """Adds the context's new tokens to the index: each is the continuation of the n-grams that end just before it."""
+        """Adds the context's new tokens to the index: each is the continuation of the n-grams that
+        end just before it."""
         if context is not self._context:
-            self._context, self._indexed, self._last = context, 0, None
+            self._context = context
+            self._indexed = 0
+            self._last = None
             self._continuations.clear()
         for position in range(self._indexed, len(context)):
             for length in range(1, min(self._ngram, position) + 1):
@@ -92,12 +116,17 @@ class PromptLookupDrafter:
         self._indexed = len(context)
 
     def _match(self, context: Context) -> int | None:
-        """Finds the longest n-gram at the context's end that occurred before. Returns the position after its latest occurrence.
+        """Finds the longest n-gram at the context's end that occurred before. Returns the position
+        after its latest occurrence.
 
         None if not even the last token occurred before.
         """
-        grams = (tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1))
-        return next((self._continuations[gram] for gram in grams if gram in self._continuations), None)
+        grams = (
+            tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1)
+        )
+        return next(
+            (self._continuations[gram] for gram in grams if gram in self._continuations), None
+        )
 
 
 def ngram_setting(default: int) -> dict[str, Setting]:

@@ -1,4 +1,5 @@
-"""Medusa: each of several heads predicts another later token from the last hidden state (Medusa-1, Cai et al. 2024).
+"""Medusa: each of several heads predicts another later token from the last hidden state (Medusa-1,
+Cai et al. 2024).
 
 Imports no torch.
 """
@@ -28,16 +29,21 @@ class Medusa(PartMethod):
     grows_trees = True
     signals = DRAFT_SIGNALS
     settings: ClassVar = {
-        "nodes": Setting(10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024),
+        "nodes": Setting(
+            10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024
+        ),
         **HEAD,
     }
     defaults: ClassVar = {"fixed": {"k": 4}}
     tuning = Tuning("medusa", grids=({"nodes": (0, 5, 10, 20), "k": (2, 3, 4)}, ADAPTIVE_GRID))
 
     def start(self, models: Models, request: Request) -> Run:
-        """Returns a run that drafts a fixed tree of the heads' likeliest tokens, or a chain with `nodes` 0."""
+        """Returns a run that drafts a fixed tree of the heads' likeliest tokens, or a chain with
+        `nodes` 0."""
         setup = self.setup(models, request)
         nodes = int(request.settings.values["nodes"])
         if nodes == 0:
             return make_run(models, request, setup, decoding.ModelDrafter(setup))
-        return make_run(models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes, is_fixed=True))
+        return make_run(
+            models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes, is_fixed=True)
+        )

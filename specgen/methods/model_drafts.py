@@ -16,32 +16,58 @@ if TYPE_CHECKING:
     from specgen.methods.base import Request
     from specgen.models.models import Models
 
-CAPE = {"cape": Setting(False, "add likely candidates at each position of the chain, more where the draft is unsure (CaPE)")}
+CAPE = {
+    "cape": Setting(
+        False,
+        (
+            "add likely candidates at each position of the chain, more where the draft is "
+            "unsure (CaPE)"
+        ),
+    )
+}
 CAPE_GRID: Grid = {"cape": (True,), "k": (2, 3, 5, 8)}
-HEAD = {"head": Setting(DEFAULT_PART, "the head's folder; auto: --head, or the one found for the target")}
+HEAD = {
+    "head": Setting(
+        DEFAULT_PART, "the head's folder; auto: --head, or the one found for the target"
+    )
+}
 ADAPTIVE_GRID: Grid = {"policy": (ADAPTIVE,)}
 SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
 
 
 def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
-    """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number of levels to the length
-    policy."""
-    levels = "most levels of the tree" if isinstance(depth, int) else "levels of the tree; auto: the policy decides"
+    """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number
+    of levels to the length policy."""
+    levels = (
+        "most levels of the tree"
+        if isinstance(depth, int)
+        else "levels of the tree; auto: the policy decides"
+    )
     return {
         "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
         "depth": Setting(depth, levels, 1, 64, None if isinstance(depth, int) else "auto"),
-        "nodes": Setting(nodes, "keep this many of all candidates, as EAGLE-2; auto: the width at each level", 1, 1024, "auto"),
+        "nodes": Setting(
+            nodes,
+            "keep this many of all candidates, as EAGLE-2; auto: the width at each level",
+            1,
+            1024,
+            "auto",
+        ),
     }
 
 
 def model_drafter(setup: Setup, settings: Settings) -> Drafter:
-    """Makes a drafter that runs a model: token by token, or level by level if the settings ask for a tree."""
+    """Makes a drafter that runs a model: token by token, or level by level if the settings ask for
+    a tree."""
     depth = _number(settings, "depth")
     nodes = _number(settings, "nodes")
-    if settings.drafts_tree and nodes is not None and getattr(setup.draft, "independent", False):  # PARD
+    # PARD
+    if settings.drafts_tree and nodes is not None and getattr(setup.draft, "independent", False):
         return decoding.MarginalTreeDrafter(setup, nodes=nodes, depth=depth)
     if settings.drafts_tree:
-        return decoding.TopKTreeDrafter(setup, width=int(settings.values["width"]), depth=depth, nodes=nodes)
+        return decoding.TopKTreeDrafter(
+            setup, width=int(settings.values["width"]), depth=depth, nodes=nodes
+        )
     return decoding.ModelDrafter(setup, depth=depth, cape=bool(settings.values.get("cape")))
 
 

@@ -1,4 +1,5 @@
-"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections 2.1 and 3.2).
+"""MTAD: a beam search drafts, and prefixes are accepted by their joint likelihood (MTAD, sections
+2.1 and 3.2).
 
 Not lossless. Imports no torch.
 """
@@ -27,18 +28,30 @@ class MTAD(DraftModelMethod):
     signals = DRAFT_SIGNALS
     settings: ClassVar = {
         "beams": Setting(8, "width of the beam search", 1, 256),
-        "tau": Setting(0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1),
-        "beam": Setting("greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")),
+        "tau": Setting(
+            0.1, "accept the longest prefix whose joint likelihood ratio is above this", 0, 1
+        ),
+        "beam": Setting(
+            "greedy", "keep the likeliest beams, or sample them", choices=("greedy", "sample")
+        ),
     }
     defaults: ClassVar = {"fixed": {"k": 4}}
     tuning = Tuning(
         "beams",
-        grids=({"beams": (2, 4, 8, 16), "k": (2, 3, 4, 6, 8), "tau": (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)},),
+        grids=(
+            {
+                "beams": (2, 4, 8, 16),
+                "k": (2, 3, 4, 6, 8),
+                "tau": (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
+            },
+        ),
     )
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)
         values = request.settings.values
-        drafter = decoding.BeamSearchDrafter(setup, beams=int(values["beams"]), beam=str(values["beam"]))
+        drafter = decoding.BeamSearchDrafter(
+            setup, beams=int(values["beams"]), beam=str(values["beam"])
+        )
         verifier = decoding.JointLikelihoodVerifier(setup, tau=float(values["tau"]))
         return make_run(models, request, setup, drafter, verifier=verifier)

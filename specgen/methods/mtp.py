@@ -1,4 +1,5 @@
-"""MTP: layers in the target's own files draft as EAGLE's do (multi-token prediction, DeepSeek-AI 2024). Imports no torch."""
+"""MTP: layers in the target's own files draft as EAGLE's do (multi-token prediction, DeepSeek-AI
+2024). Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import MTP
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import WITHOUT_A_DRAFT, PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import ADAPTIVE_GRID, CAPE, CAPE_GRID, SVIP_GRID, model_drafter, tree_settings
+from specgen.methods.model_drafts import (
+    ADAPTIVE_GRID,
+    CAPE,
+    CAPE_GRID,
+    SVIP_GRID,
+    model_drafter,
+    tree_settings,
+)
 from specgen.methods.readiness import KnownModels, Readiness
 
 if TYPE_CHECKING:
@@ -45,7 +53,9 @@ class MultiTokenPrediction(PartMethod):
         found = super().check(models)
         if not found.ready:
             return found
-        return Readiness(True, "" if models.names_head else "drafting layers in the target's own files")
+        return Readiness(
+            True, "" if models.names_head else "drafting layers in the target's own files"
+        )
 
     def without_part(self, target: str | None) -> SpecgenError:
         message = f"{self.name} needs drafting layers in the target's own files, and there are none"

@@ -1,5 +1,5 @@
-"""Several drafts verified as one tree: k-sequential selection (`spectr`, Sun et al. 2023) and multi-round rejection sampling
-(`specinfer`, Miao et al. 2023). Imports no torch."""
+"""Several drafts verified as one tree: k-sequential selection (`spectr`, Sun et al. 2023) and
+multi-round rejection sampling (`specinfer`, Miao et al. 2023). Imports no torch."""
 
 from __future__ import annotations
 

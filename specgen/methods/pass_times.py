@@ -1,4 +1,5 @@
-"""Measures the times of passes while both models run, from which PEARL's window follows. Imports no torch."""
+"""Measures the times of passes while both models run, from which PEARL's window follows. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specgen import decoding
-from specgen.base.measuring import STEADY, PassCheck, Sample, ThreadTimes, distinct_ids, spread, undisturbed
+from specgen.base.measuring import (
+    STEADY,
+    PassCheck,
+    Sample,
+    ThreadTimes,
+    distinct_ids,
+    spread,
+    undisturbed,
+)
 from specgen.base.types import Context
 from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts
 from specgen.decoding.policy_base import LengthPolicy
@@ -25,7 +34,9 @@ if TYPE_CHECKING:
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 _ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
 _TURNS = 2  # estimates of the window after the first
-_WARM_UP, _STEPS = 5, 30  # timed steps; the numbers of PEARL's reference implementation
+# timed steps; the numbers of PEARL's reference implementation
+_WARM_UP = 5
+_STEPS = 30
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
 _ROUGH_STEPS = 5
@@ -33,18 +44,23 @@ _SHORTEST = 1e-9  # seconds of a pass, also on a clock that stands
 
 
 class PassTimes:
-    """The measured seconds of forward passes of target and draft while both run at once. PEARL's window follows from them."""
+    """The measured seconds of forward passes of target and draft while both run at once. PEARL's
+    window follows from them."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def costs(self, context_length: int, sampling: SamplingParams, *, record: bool = False) -> ParallelCosts:
-        """Returns the seconds of passes after a context of so many tokens. There must be a draft model.
+    def costs(
+        self, context_length: int, sampling: SamplingParams, *, record: bool = False
+    ) -> ParallelCosts:
+        """Returns the seconds of passes after a context of so many tokens. There must be a draft
+        model.
 
-        `record`: see `Request`. Each combination of what changes the times is measured once: the length rounded up to a power of
-        two, which processing the logits get (temperature, top-k, top-p, penalties), where the draft model runs, and whether its
-        logits are passed on (`record`). The seconds of a draft pass are infinite if the draft model cannot read a context of this
-        length.
+        `record`: see `Request`. Each combination of what changes the times is measured once: the
+        length rounded up to a power of two, which processing the logits get (temperature, top-k,
+        top-p, penalties), where the draft model runs, and whether its logits are passed on
+        (`record`). The seconds of a draft pass are infinite if the draft model cannot read a
+        context of this length.
         """
 
         def measure() -> Sample[dict[str, float]]:
@@ -52,10 +68,13 @@ class PassTimes:
             return sample.holding(asdict(sample.value))
 
         key = self._key(context_length, sampling, record=record)
-        return self._models.measurements.get(PASSES, key, measure, lambda stored: ParallelCosts(**stored))
+        return self._models.measurements.get(
+            PASSES, key, measure, lambda stored: ParallelCosts(**stored)
+        )
 
     def check(self, context_length: int, sampling: SamplingParams, *, record: bool) -> PassCheck:
-        """Returns what compares a run's passes with the measured ones, those of `costs` for the same arguments."""
+        """Returns what compares a run's passes with the measured ones, those of `costs` for the
+        same arguments."""
         key = self._key(context_length, sampling, record=record)
         return PassCheck(lambda: self._models.measurements.doubt(PASSES, key))
 
@@ -65,7 +84,9 @@ class PassTimes:
     def save(self) -> None:
         """Stores nothing: times are stored when they are measured."""
 
-    def _measure(self, context_length: int, sampling: SamplingParams, *, record: bool) -> Sample[ParallelCosts]:
+    def _measure(
+        self, context_length: int, sampling: SamplingParams, *, record: bool
+    ) -> Sample[ParallelCosts]:
         models = self._models
         draft = models.draft
         worker = models.worker()
@@ -80,18 +101,38 @@ class PassTimes:
         capacity = models.capacity(context_length + LONGEST_WINDOW)
         runners.reserve(capacity)
         target = runners.target
-        setup = decoding.Setup(None, sampling, vocab_size=target.vocab_size, target=target, record=record, capacity=capacity)
+        setup = decoding.Setup(
+            None,
+            sampling,
+            vocab_size=target.vocab_size,
+            target=target,
+            record=record,
+            capacity=capacity,
+        )
         drafter = worker.drafter(LengthPolicy(), setup, LONGEST_WINDOW)
         timer = decoding.device_timer(models.target.device)
         return time_parallel_passes(target, drafter, Context([1] * length), timer, widest)
 
-    def _key(self, context_length: int, sampling: SamplingParams, *, record: bool) -> tuple[Any, ...]:
+    def _key(
+        self, context_length: int, sampling: SamplingParams, *, record: bool
+    ) -> tuple[Any, ...]:
         """Returns what distinguishes measurements."""
         worker = self._models.worker()
         assert worker is not None
         has_top_p = sampling.top_p < 1 or sampling.min_p > 0
-        logits = not sampling.greedy, sampling.top_k > 0, has_top_p, self._models.target.has_penalties
-        return 1 << (context_length - 1).bit_length(), *logits, worker.is_process, worker.threads, record
+        logits = (
+            not sampling.greedy,
+            sampling.top_k > 0,
+            has_top_p,
+            self._models.target.has_penalties,
+        )
+        return (
+            1 << (context_length - 1).bit_length(),
+            *logits,
+            worker.is_process,
+            worker.threads,
+            record,
+        )
 
 
 def time_parallel_passes(
@@ -101,13 +142,14 @@ def time_parallel_passes(
     timer: DeviceTimer | None = None,
     widest: int = LONGEST_WINDOW,
 ) -> Sample[ParallelCosts]:
-    """Measures the seconds of draft and target passes after `context`, for a target pass as wide as the resulting window.
+    """Measures the seconds of draft and target passes after `context`, for a target pass as wide as
+    the resulting window.
 
-    The window depends on the time of a target pass, and this time on the number of tokens, which is the window. So a few rough
-    steps estimate the window first. Then passes over that many tokens are measured, and if the window changes by more than one
-    token, once more.
-    `timer` times the target's device; None if it computes synchronously. No target pass covers more than `widest` tokens. Closes
-    the drafter.
+    The window depends on the time of a target pass, and this time on the number of tokens, which is
+    the window. So a few rough steps estimate the window first. Then passes over that many tokens
+    are measured, and if the window changes by more than one token, once more. `timer` times the
+    target's device; None if it computes synchronously. No target pass covers more than `widest`
+    tokens. Closes the drafter.
     """
     with closing(drafter):
         drafter.prefill(context)
@@ -134,13 +176,15 @@ class _Timed:
     timer: DeviceTimer | None
 
     def steps(self, width: int, count: int, deadline: float) -> Sample[ParallelCosts]:
-        """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens while `width` are drafted.
+        """Times `count` steps, or fewer after the deadline: the target runs over `width` tokens
+        while `width` are drafted.
 
-        Every third step is followed by ones with target passes over one token and over two, so that a slow phase of the machine
-        affects all.
+        Every third step is followed by ones with target passes over one token and over two, so that
+        a slow phase of the machine affects all.
         """
         drafts = ThreadTimes()  # of a draft pass
-        passes = {width: ThreadTimes(), 1: ThreadTimes(), 2: ThreadTimes()}  # of target passes by the number of tokens
+        # of target passes by the number of tokens
+        passes = {width: ThreadTimes(), 1: ThreadTimes(), 2: ThreadTimes()}
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
@@ -164,8 +208,8 @@ class _Timed:
         return Sample(costs, len(whole), max(scatter, wait))
 
     def step(self, tokens: int, window: int, times: ThreadTimes) -> int:
-        """Adds the time of a target pass over `tokens` tokens to `times`. Returns how many tokens (at most `window`) were drafted
-        meanwhile."""
+        """Adds the time of a target pass over `tokens` tokens to `times`. Returns how many tokens
+        (at most `window`) were drafted meanwhile."""
 
         def run() -> None:
             self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)

@@ -2,8 +2,9 @@
 
 The schedule is `decoding.parallel`, the window is computed in `decoding.parallel_costs`.
 
-A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place of the tokens that are being
-verified: measured with one that was trained for the bundled target, 0.93 to 1.02 times plain decoding, against 1.50 to 1.56.
+A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
+of the tokens that are being verified: measured with one that was trained for the bundled target,
+0.93 to 1.02 times plain decoding, against 1.50 to 1.56.
 """
 
 from __future__ import annotations
@@ -34,12 +35,20 @@ class Pearl(DraftModelMethod):
     is_parallel = True
     signals = DRAFT_SIGNALS
     settings: ClassVar = {
-        "window": Setting(AUTO, "tokens drafted during a target pass; auto: the measured ratio of times", 1, 1000, AUTO),
+        "window": Setting(
+            AUTO,
+            "tokens drafted during a target pass; auto: the measured ratio of times",
+            1,
+            1000,
+            AUTO,
+        ),
         "pre_verify": Setting(True, "verify a draft's first token while the rest is drafted"),
         "post_verify": Setting(True, "continue drafting while tokens are verified"),
     }
     unmeasured: ClassVar = {"window": 1}
-    tuning = Tuning("model", recorded=True, own_cost_kind="parallel", grids=({"window": (AUTO, *range(1, 17))},))
+    tuning = Tuning(
+        "model", recorded=True, own_cost_kind="parallel", grids=({"window": (AUTO, *range(1, 17))},)
+    )
 
     def start(self, models: Models, request: Request) -> Run:
         self.check_draft(models, request.settings)
@@ -54,7 +63,9 @@ class Pearl(DraftModelMethod):
         costs = times if request.settings.values["window"] == AUTO else None
         check = None if costs is None else self._check(models, request)
         values = settings.values
-        schedule = decoding.Parallel(drafter, window, bool(values["pre_verify"]), bool(values["post_verify"]), costs, check)
+        schedule = decoding.Parallel(
+            drafter, window, bool(values["pre_verify"]), bool(values["post_verify"]), costs, check
+        )
         return make_run(
             models,
             request,
@@ -67,14 +78,23 @@ class Pearl(DraftModelMethod):
         )
 
     def _pass_times(self, models: Models, request: Request) -> ParallelCosts | None:
-        """Returns the pass times, measured at the first call, if the window or the policy follows from them."""
+        """Returns the pass times, measured at the first call, if the window or the policy follows
+        from them."""
         values = request.settings.values
-        reads_costs = request.policy is not None and request.policy.reads_costs and values["verify_cost"] == AUTO
+        reads_costs = (
+            request.policy is not None
+            and request.policy.reads_costs
+            and values["verify_cost"] == AUTO
+        )
         if request.is_repeatable or not (values["window"] == AUTO or reads_costs):
             return None
-        return models.kept(PassTimes).costs(request.typical_length, request.sampling, record=request.record)
+        return models.kept(PassTimes).costs(
+            request.typical_length, request.sampling, record=request.record
+        )
 
-    def _window(self, models: Models, request: Request, worker: Worker, times: ParallelCosts | None) -> tuple[Window, Settings]:
+    def _window(
+        self, models: Models, request: Request, worker: Worker, times: ParallelCosts | None
+    ) -> tuple[Window, Settings]:
         """Returns the window, and the settings with its size."""
         settings = request.settings
         if settings.values["window"] != AUTO:

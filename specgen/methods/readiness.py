@@ -10,8 +10,8 @@ from specgen.base.errors import SpecgenError
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a method can run with a target and its draft model (`ready`). If so, `why` may be a remark; if not, `why` is the
-    reason and `cure` the way out."""
+    """Whether a method can run with a target and its draft model (`ready`). If so, `why` may be a
+    remark; if not, `why` is the reason and `cure` the way out."""
 
     ready: bool
     why: str = ""
@@ -26,9 +26,10 @@ class Readiness:
 class KnownModels:
     """What is known of a target and what can draft for it before any weights are loaded.
 
-    `draft` is the draft model's name, None without one; `draft_refusal` says why its drafts cannot be translated token by token,
-    None if they can or need not be. `unlike_llama` is the target's family if its layers cannot be run one by one, None if they
-    can or if that is not known. `missing_parts` has, for each kind of trained part that cannot be used, the reason and what to
+    `draft` is the draft model's name, None without one; `draft_refusal` says why its drafts cannot
+    be translated token by token, None if they can or need not be. `unlike_llama` is the target's
+    family if its layers cannot be run one by one, None if they can or if that is not known.
+    `missing_parts` has, for each kind of trained part that cannot be used, the reason and what to
     do. `names_head`: the user named a head.
     """
 

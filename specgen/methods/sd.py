@@ -1,4 +1,5 @@
-"""Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023). Imports no torch."""
+"""Speculative decoding with a draft model (Leviathan et al. 2023, Chen et al. 2023). Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
 _TRANSLATION = {
     "translation": Setting(
         "tokens",
-        "for a draft model with another tokenizer: by the tokens that both have (TLI), or by text, encoded again (SLEM)",
+        (
+            "for a draft model with another tokenizer: by the tokens that both have (TLI), "
+            "or by text, encoded again (SLEM)"
+        ),
         choices=("tokens", "text"),
     )
 }
 # The largest tree first: its outputs are kept, and used again for the smaller ones in it.
-_TREES: list[Grid] = [{"width": (width,), "depth": (depth,), "k": (depth,)} for width in (4, 3, 2) for depth in (5, 4, 3, 2)]
+_TREES: list[Grid] = [
+    {"width": (width,), "depth": (depth,), "k": (depth,)}
+    for width in (4, 3, 2)
+    for depth in (5, 4, 3, 2)
+]
 
 
 class SpeculativeDecoding(ChainMethod):

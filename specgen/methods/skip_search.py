@@ -1,9 +1,10 @@
 """Finds the layers that Self-SD skips (`skip=auto`) by measuring on this machine.
 
-They are the set with the highest measured decoding speed (Zhang et al. 2023, section 3.3). A set says of each layer whether its
-attention, its MLP or both are skipped. The authors run 1,000 trials of a Bayesian optimiser. This search ends within seconds: it
-measures good guesses (layers evenly spread, or in the middle of the model), then changes one or two layers of the best set at a
-time and keeps what is faster.
+They are the set with the highest measured decoding speed (Zhang et al. 2023, section 3.3). A set
+says of each layer whether its attention, its MLP or both are skipped. The authors run 1,000 trials
+of a Bayesian optimiser. This search ends within seconds: it measures good guesses (layers evenly
+spread, or in the middle of the model), then changes one or two layers of the best set at a time and
+keeps what is faster.
 """
 
 from __future__ import annotations
@@ -23,28 +24,34 @@ if TYPE_CHECKING:
     from specgen.engine.model_loading import LoadedModel
     from specgen.models.models import Models
 
-SKIPS = "skips"  # the kind of measurement; its values are layers in the notation of the `skip` setting
+# the kind of measurement; its values are layers in the notation of the `skip` setting
+SKIPS = "skips"
 SEARCH_SECONDS = 10.0
-# To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens generated after each. The authors use
-# 8 prompts of 32 tokens.
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 32, 32
+# To measure a speed: the number of prompts, the most tokens of a prompt, and the new tokens
+# generated after each. The authors use 8 prompts of 32 tokens.
+PROMPTS = 4
+PROMPT_TOKENS = 32
+NEW_TOKENS = 32
 
 
-# Measures the tokens per second of decoding with these layers skipped, on these prompts (token ids).
+# Measures the tokens per second of decoding with these layers skipped, on these prompts (token
+# ids).
 SkippingSpeed = Callable[[SkippedLayers, Sequence[Sequence[int]]], float]
 
 
 def find_skips(models: Models, speed: SkippingSpeed) -> str:
-    """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the `skip` setting (`3+5a+7m`).
+    """Returns the layers that Self-SD should skip in drafting to be fastest, in the notation of the
+    `skip` setting (`3+5a+7m`).
 
-    They are searched, by the measured `speed`, unless they were before. Raises SpecgenError if the target's layers cannot be run
-    one by one.
+    They are searched, by the measured `speed`, unless they were before. Raises SpecgenError if the
+    target's layers cannot be run one by one.
     """
     target = models.target
 
     def search() -> Sample[str]:
         target.model.check_layers("layer skipping")
-        prompts, layers = example_prompts(target), target.model.shape.num_layers
+        prompts = example_prompts(target)
+        layers = target.model.shape.num_layers
         speeds = search_skips(layers, lambda skips: speed(skips, prompts), SEARCH_SECONDS)
         best = max(speeds, key=lambda skips: speeds[skips])
         again = [speed(SkippedLayers.parse(best, layers), prompts) for _ in range(2)]
@@ -54,7 +61,8 @@ def find_skips(models: Models, speed: SkippingSpeed) -> str:
 
 
 def usual_skips(target: LoadedModel) -> str:
-    """Returns the layers to skip where nothing may be measured: every second one between the first and the last.
+    """Returns the layers to skip where nothing may be measured: every second one between the first
+    and the last.
 
     They are the first ones that a search tries. Raises SpecgenError as `find_skips`.
     """
@@ -63,27 +71,42 @@ def usual_skips(target: LoadedModel) -> str:
 
 
 def example_prompts(target: LoadedModel) -> list[list[int]]:
-    """Returns the prompts (token ids) of short measurements: the first tokens of one bundled example prompt per category.
+    """Returns the prompts (token ids) of short measurements: the first tokens of one bundled
+    example prompt per category.
 
-    They are example prompts for tuning, of the first `PROMPTS` categories. Each is cut to `PROMPT_TOKENS` tokens, and to half of
-    the target's context length. Raises SpecgenError if the tokenizer has no tokens for any of them.
+    They are example prompts for tuning, of the first `PROMPTS` categories. Each is cut to
+    `PROMPT_TOKENS` tokens, and to half of the target's context length. Raises SpecgenError if the
+    tokenizer has no tokens for any of them.
     """
     longest = min(PROMPT_TOKENS, target.context_limit // 2)
     texts: dict[str, str] = {}
-    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")["prompts"]:
+    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")[
+        "prompts"
+    ]:
         if entry.get("tuning"):  # others are for comparisons
             texts.setdefault(entry["category"], entry["prompt"])
-    found = [ids for text in list(texts.values())[:PROMPTS] if (ids := target.tokenizer.encode(text)[:longest])]
+    found = [
+        ids
+        for text in list(texts.values())[:PROMPTS]
+        if (ids := target.tokenizer.encode(text)[:longest])
+    ]
     if not found:
-        raise SpecgenError("the target's tokenizer has no tokens for the example prompts", "Name the layers: skip=3+5+7")
+        raise SpecgenError(
+            "the target's tokenizer has no tokens for the example prompts",
+            "Name the layers: skip=3+5+7",
+        )
     return found
 
 
-def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: float, seed: int = 0) -> dict[str, float]:
-    """Searches the fastest set of skipped layers of a model with `layers` layers, for about `seconds`.
+def search_skips(
+    layers: int, speed: Callable[[SkippedLayers], float], seconds: float, seed: int = 0
+) -> dict[str, float]:
+    """Searches the fastest set of skipped layers of a model with `layers` layers, for about
+    `seconds`.
 
-    `speed` measures the decoded tokens per second with a set of layers skipped. Returns the measured speed of each set that was
-    tried, at least one; the keys are sets in the notation of the `skip` setting. `seed` is for the random changes.
+    `speed` measures the decoded tokens per second with a set of layers skipped. Returns the
+    measured speed of each set that was tried, at least one; the keys are sets in the notation of
+    the `skip` setting. `seed` is for the random changes.
     """
     deadline = time.perf_counter() + seconds
     rng = random.Random(seed)
@@ -98,16 +121,19 @@ def search_skips(layers: int, speed: Callable[[SkippedLayers], float], seconds: 
         if not str(tried) or str(tried) in speeds:
             continue
         speeds[str(tried)] = speed(tried)
-        if speeds[str(tried)] > speeds[str(best)]:  # measure both again, so that noise does not decide
+        # measure both again, so that noise does not decide
+        if speeds[str(tried)] > speeds[str(best)]:
             speeds[str(best)] = max(speeds[str(best)], speed(best))
             speeds[str(tried)] = min(speeds[str(tried)], speed(tried))
     return speeds
 
 
 def _guesses(layers: int) -> Iterator[SkippedLayers]:
-    """Yields the sets that are measured first: half, a third, two thirds or all of the layers between the first and the last.
+    """Yields the sets that are measured first: half, a third, two thirds or all of the layers
+    between the first and the last.
 
-    Each choice of layers comes twice: with the whole layers skipped, and with only their attention skipped.
+    Each choice of layers comes twice: with the whole layers skipped, and with only their attention
+    skipped.
     """
     inner = range(1, layers - 1) if layers > 2 else range(layers)
     middle = len(inner) // 2
@@ -121,9 +147,10 @@ def _guesses(layers: int) -> Iterator[SkippedLayers]:
 
 
 def _flipped(skips: SkippedLayers, layers: int, rng: random.Random) -> SkippedLayers:
-    """Returns `skips` with one or two random layers changed: the attention, the MLP or both are skipped if they were not, and run
-    if they were skipped."""
-    attention, mlp = set(skips.attention), set(skips.mlp)
+    """Returns `skips` with one or two random layers changed: the attention, the MLP or both are
+    skipped if they were not, and run if they were skipped."""
+    attention = set(skips.attention)
+    mlp = set(skips.mlp)
     for _ in range(rng.choice((1, 1, 2))):
         number = rng.randrange(layers)
         kind = rng.randrange(3)

@@ -1,7 +1,9 @@
-"""Drafts the most frequent continuation of the context's longest earlier match (SuffixDecoding, Oliaro et al. 2024).
+"""Drafts the most frequent continuation of the context's longest earlier match (SuffixDecoding,
+Oliaro et al. 2024).
 
-An index of n-grams replaces the paper's suffix trees (section 3): it costs the same for each token, where a tree of depth D takes
-D steps. A match of more than three tokens is found by comparing tokens backwards. Imports no torch.
+An index of n-grams replaces the paper's suffix trees (section 3): it costs the same for each token,
+where a tree of depth D takes D steps. A match of more than three tokens is found by comparing
+tokens backwards. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import TYPE_CHECKING, ClassVar
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, SamplingParams
-from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, LengthPolicy, comparison, extend_draft
+from specgen.decoding.policy_base import (
+    MATCH_LENGTH,
+    DraftedToken,
+    LengthPolicy,
+    comparison,
+    extend_draft,
+)
 from specgen.methods.base import Method, Tuning, make_run, make_setup
 from specgen.methods.drafting_knowledge import COPYING
 
@@ -24,19 +32,22 @@ if TYPE_CHECKING:
     from specgen.models.models import Models
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
-MOST_OCCURRENCES = 16  # of an n-gram, the latest ones, are compared with the context; 64 gain nothing and cost more
+# of an n-gram, the latest ones, are compared with the context; 64 gain nothing and cost more
+MOST_OCCURRENCES = 16
 HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
 _BORDER = -1  # between two stored sequences; no token has this id
-# The acceptance of a token was fitted on outputs of the bundled target: its odds are about _ODDS times
-# the number of equal tokens before it, times (occurrences with this token) / (occurrences with another one + 1).
+# The acceptance of a token was fitted on outputs of the bundled target: its odds are about _ODDS
+# times the number of equal tokens before it, times (occurrences with this token) / (occurrences
+# with another one + 1).
 _ODDS = 0.45
 
 
 class SuffixIndex:
-    """Token sequences, one after the other, with the positions where each n-gram of one to three tokens ended.
+    """Token sequences, one after the other, with the positions where each n-gram of one to three
+    tokens ended.
 
-    Tokens are only ever appended. A dictionary has the last position of each n-gram; a list for each n has, for each position,
-    the position before it where the same n-gram ended.
+    Tokens are only ever appended. A dictionary has the last position of each n-gram; a list for
+    each n has, for each position, the position before it where the same n-gram ended.
     """
 
     NGRAMS = (3, 2, 1)
@@ -51,30 +62,35 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the sequence."""
-        last, (ones, twos, threes) = self._last, self._previous
+        last = self._last
+        (ones, twos, threes) = self._previous
         first, second = [_BORDER, _BORDER, *self.ids[-2:]][-2:]
-        for end, token in enumerate(tokens, len(self.ids) + 1):  # one step for each token, so the three lengths are written out
-            pair, triple = (second, token), (first, second, token)
+        # one step for each token, so the three lengths are written out
+        for end, token in enumerate(tokens, len(self.ids) + 1):
+            pair = (second, token)
+            triple = (first, second, token)
             ones.append(last.get(token, 0))
             twos.append(last.get(pair, 0))
             threes.append(last.get(triple, 0))
             last[token] = last[pair] = last[triple] = end
-            first, second = second, token
+            first = second
+            second = token
         self.ids.extend(tokens)
 
     def end_sequence(self) -> None:
-        """Ends the current sequence: tokens appended later belong to a new one. No match contains tokens of two sequences."""
+        """Ends the current sequence: tokens appended later belong to a new one. No match contains
+        tokens of two sequences."""
         self.ids.append(_BORDER)
         for previous in self._previous:
             previous.append(0)
 
     def find(self, ids: Sequence[int]) -> Continuation | None:
-        """Returns what followed the longest earlier match of the last tokens of `ids`; None if the last token did not occur
-        before.
+        """Returns what followed the longest earlier match of the last tokens of `ids`; None if the
+        last token did not occur before.
 
-        Occurrences at the end of a sequence do not count, because nothing follows them. The longest n-gram of at most three
-        tokens is looked up, and its latest `MOST_OCCURRENCES` occurrences are compared with `ids` backwards to find the longest
-        match.
+        Occurrences at the end of a sequence do not count, because nothing follows them. The longest
+        n-gram of at most three tokens is looked up, and its latest `MOST_OCCURRENCES` occurrences
+        are compared with `ids` backwards to find the longest match.
         """
         for length in self.NGRAMS:
             if length <= len(ids) and (positions := self._positions(ids, length)):
@@ -82,9 +98,11 @@ class SuffixIndex:
         return None
 
     def _positions(self, ids: Sequence[int], length: int) -> list[int]:
-        """Returns the positions after the latest occurrences of the last `length` tokens of `ids`, the latest first."""
+        """Returns the positions after the latest occurrences of the last `length` tokens of `ids`,
+        the latest first."""
         found: list[int] = []
-        own, previous = self.ids, self._previous[length - 1]
+        own = self.ids
+        previous = self._previous[length - 1]
         position = self._last.get(ids[-1] if length == 1 else tuple(ids[-length:]), 0)
         while position and len(found) < MOST_OCCURRENCES:
             if position < len(own) and own[position] != _BORDER:
@@ -93,37 +111,47 @@ class SuffixIndex:
         return found
 
     def _longest(self, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
-        """Returns what follows the longest matches: the `positions` before which most tokens equal the last ones of `ids`."""
-        own, tail = self.ids, list(ids[-LONGEST_MATCH:])
-        longest, found = length, list[int]()
+        """Returns what follows the longest matches: the `positions` before which most tokens equal
+        the last ones of `ids`."""
+        own = self.ids
+        tail = list(ids[-LONGEST_MATCH:])
+        longest = length
+        found = list[int]()
         for position in positions:
-            matched, most = length, min(position, len(tail))
+            matched = length
+            most = min(position, len(tail))
             while matched < most and own[position - 1 - matched] == tail[-1 - matched]:
                 matched += 1
             if matched > longest:
-                longest, found = matched, []
+                longest = matched
+                found = []
             if matched == longest:
                 found.append(position)
         return Continuation(own, found, longest)
 
 
 class Continuation:
-    """The most frequent continuation of earlier occurrences, computed token by token as it is needed.
+    """The most frequent continuation of earlier occurrences, computed token by token as it is
+    needed.
 
-    `tokens` are those computed so far. `probs` has the estimated probability of each to be accepted, given that the tokens before
-    it are. After each token only the occurrences that continue with it count; of equally frequent tokens, that of the latest
-    occurrence is taken. A continuation that reaches the end of the indexed tokens continues with its own tokens. `match_length`
-    is the number of equal tokens before the occurrences, at most `LONGEST_MATCH`.
+    `tokens` are those computed so far. `probs` has the estimated probability of each to be
+    accepted, given that the tokens before it are. After each token only the occurrences that
+    continue with it count; of equally frequent tokens, that of the latest occurrence is taken. A
+    continuation that reaches the end of the indexed tokens continues with its own tokens.
+    `match_length` is the number of equal tokens before the occurrences, at most `LONGEST_MATCH`.
     """
 
     def __init__(self, ids: Sequence[int], positions: Sequence[int], match_length: int) -> None:
         self.match_length = match_length
         self.tokens: list[int] = []
         self.probs: list[float] = []
-        self._ids, self._length, self._positions = ids, len(ids), positions
+        self._ids = ids
+        self._length = len(ids)
+        self._positions = positions
 
     def extend(self) -> bool:
-        """Computes one more token and its probability. Returns False if no occurrence is followed by a token."""
+        """Computes one more token and its probability. Returns False if no occurrence is followed
+        by a token."""
         drafted = len(self.tokens)
         following = [self._at(position + drafted) for position in self._positions]
         counted = [token for token in following if token != _BORDER]
@@ -134,11 +162,16 @@ class Continuation:
         self.probs.append(odds / (1 + odds))
         self.tokens.append(token)
         if count < len(following):
-            self._positions = [position for position, other in zip(self._positions, following, strict=True) if other == token]
+            self._positions = [
+                position
+                for position, other in zip(self._positions, following, strict=True)
+                if other == token
+            ]
         return True
 
     def agreement(self, ids: Sequence[int]) -> tuple[int, bool]:
-        """Returns how many tokens of the continuation equal the first ones of `ids`, and whether the one after them differs.
+        """Returns how many tokens of the continuation equal the first ones of `ids`, and whether
+        the one after them differs.
 
         Computes more of the continuation if needed.
         """
@@ -150,12 +183,14 @@ class Continuation:
         return len(ids), False
 
     def _at(self, position: int) -> int:
-        return self._ids[position] if position < self._length else self.tokens[position - self._length]
+        return (
+            self._ids[position] if position < self._length else self.tokens[position - self._length]
+        )
 
 
 class SuffixHistory:
-    """The outputs of earlier runs, in memory only: at most `budget` tokens. If a new output does not fit, all older ones are
-    dropped.
+    """The outputs of earlier runs, in memory only: at most `budget` tokens. If a new output does
+    not fit, all older ones are dropped.
 
     The output of a run is added when the next run begins.
     """
@@ -169,7 +204,8 @@ class SuffixHistory:
         self._running: Context | None = None
 
     def begin(self, context: Context) -> None:
-        """Registers the run with this context as the current one, and adds the output of the run that was current before.
+        """Registers the run with this context as the current one, and adds the output of the run
+        that was current before.
 
         If several runs take turns, only what a run had generated when the next one began is added.
         """
@@ -187,19 +223,28 @@ class SuffixHistory:
 
 
 class SuffixDrafter:
-    """Drafts a chain: after each token the one that followed most often where the context's last tokens occurred before.
+    """Drafts a chain: after each token the one that followed most often where the context's last
+    tokens occurred before.
 
-    It looks in the context and, if given, in a `history` of earlier outputs. The longer match of the two counts, the context's if
-    they are equally long. A draft has at most `factor` times as many tokens as the match, and ends before the product of its
-    tokens' estimated probabilities falls below `min_prob` (section 3.2 of the paper).
-    The estimated probabilities are fitted to what is accepted, and depend on the match's length. In the paper they are shares of
-    occurrences, which include the end of the text that nothing follows yet: one earlier occurrence gives 1/2, n equal ones give n
-    / (n + 1), however long the match is.
-    The signal `match_length` of a drafted token is the number of tokens before it that equal those before the earlier occurrence,
-    and `prob` is its estimated probability. The policy learns from each match, whether it was drafted or not.
+    It looks in the context and, if given, in a `history` of earlier outputs. The longer match of
+    the two counts, the context's if they are equally long. A draft has at most `factor` times as
+    many tokens as the match, and ends before the product of its tokens' estimated probabilities
+    falls below `min_prob` (section 3.2 of the paper). The estimated probabilities are fitted to
+    what is accepted, and depend on the match's length. In the paper they are shares of occurrences,
+    which include the end of the text that nothing follows yet: one earlier occurrence gives 1/2, n
+    equal ones give n / (n + 1), however long the match is. The signal `match_length` of a drafted
+    token is the number of tokens before it that equal those before the earlier occurrence, and
+    `prob` is its estimated probability. The policy learns from each match, whether it was drafted
+    or not.
     """
 
-    def __init__(self, min_prob: float, factor: float, eos_ids: Collection[int], history: SuffixHistory | None = None) -> None:
+    def __init__(
+        self,
+        min_prob: float,
+        factor: float,
+        eos_ids: Collection[int],
+        history: SuffixHistory | None = None,
+    ) -> None:
         self._min_prob = min_prob
         self._factor = factor
         self._eos_ids = eos_ids
@@ -210,7 +255,9 @@ class SuffixDrafter:
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         if context is not self._context:
-            self._context, self._index, self._last = context, SuffixIndex(), None
+            self._context = context
+            self._index = SuffixIndex()
+            self._last = None
             if self._history is not None:
                 self._history.begin(context)
         known = len(self._index)
@@ -230,7 +277,8 @@ class SuffixDrafter:
                 return f"match of {length}"
             if not found.extend():
                 return "end of match"
-            token, prob = found.tokens[-1], found.probs[-1]
+            token = found.tokens[-1]
+            prob = found.probs[-1]
             path *= prob
             if path < self._min_prob:
                 return f"path {comparison(path, '<', self._min_prob)}"
@@ -250,7 +298,8 @@ class SuffixDrafter:
         return found
 
     def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
-        """Tells the policy how many tokens of the last match equal the tokens that have joined the context since."""
+        """Tells the policy how many tokens of the last match equal the tokens that have joined the
+        context since."""
         if self._last is None:
             return
         agreed, ended = self._last.agreement(context.ids[known:])
@@ -280,10 +329,18 @@ class SuffixDecoding(Method):
     any_policy = True
     signals = frozenset({MATCH_LENGTH, "prob"})
     settings: ClassVar = {
-        "min_prob": Setting(0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1),
-        "factor": Setting(4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000),
+        "min_prob": Setting(
+            0.05, "end a draft before its probability is below this (the paper: 0.1)", 0, 1
+        ),
+        "factor": Setting(
+            4.0, "longest draft, as a multiple of the match's length (the paper: 1)", 0.1, 1000
+        ),
         "history": Setting(
-            False, "also copy from earlier outputs of the loaded models, kept in memory only; not in compare and tune"
+            False,
+            (
+                "also copy from earlier outputs of the loaded models, kept in memory only; "
+                "not in compare and tune"
+            ),
         ),
     }
     tuning = Tuning(
@@ -297,13 +354,18 @@ class SuffixDecoding(Method):
         setup = make_setup(models, request, models.plain())
         values = request.settings.values
         history = models.kept(EarlierOutputs).history if values["history"] else None
-        drafter = SuffixDrafter(float(values["min_prob"]), float(values["factor"]), setup.eos_ids, history)
+        drafter = SuffixDrafter(
+            float(values["min_prob"]), float(values["factor"]), setup.eos_ids, history
+        )
         return make_run(models, request, setup, drafter)
 
     def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
         super().check_request(settings, sampling)
         if settings.values["history"] and sampling.seed is not None and not sampling.greedy:
             raise SpecgenError(
-                f"{self.name} with history=true draws other tokens with the same seed after other outputs",
+                (
+                    f"{self.name} with history=true draws other tokens with the same seed "
+                    "after other outputs"
+                ),
                 "Leave the seed or history out",
             )

@@ -1,4 +1,5 @@
-"""EESD's length policies: Thompson sampling of the acceptance rate (EESD, section 3.3). Imports no torch."""
+"""EESD's length policies: Thompson sampling of the acceptance rate (EESD, section 3.3). Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from specgen.methods.model_drafts import ChainMethod
 
 
 class ThompsonSampling(LengthPolicy):
-    """Base of policies that sample an acceptance probability theta, and then draft another token with probability theta."""
+    """Base of policies that sample an acceptance probability theta, and then draft another token
+    with probability theta."""
 
     random = True
 
@@ -30,10 +32,12 @@ class ThompsonSampling(LengthPolicy):
 
 
 class BetaTS(ThompsonSampling):
-    """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2, corrected).
+    """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2,
+    corrected).
 
-    The update counts the tokens up to the first rejected one: `accepted` successes in `min(accepted + 1, drafted)` trials. The
-    paper's printed update does not converge for an acceptance rate below 1.
+    The update counts the tokens up to the first rejected one: `accepted` successes in `min(accepted
+    + 1, drafted)` trials. The paper's printed update does not converge for an acceptance rate below
+    1.
     """
 
     name = "beta-ts"
@@ -46,7 +50,8 @@ class BetaTS(ThompsonSampling):
 
     def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
         super().__init__(max_draft, seed)
-        self.alpha, self.beta = alpha, beta
+        self.alpha = alpha
+        self.beta = beta
 
     def keep_drafting(self, token: DraftedToken) -> bool:
         return self._continue_with(self._rng.betavariate(self.alpha, self.beta), token)
@@ -60,20 +65,26 @@ class BetaTS(ThompsonSampling):
 
 
 class CaliTS(ThompsonSampling):
-    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD, Algorithm 3, corrected).
+    """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD,
+    Algorithm 3, corrected).
 
-    mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and theta_hat, the share of verified
-    tokens accepted so far. The prior acceptance rate `theta0` counts as one verified token, of which this share was accepted. The
-    paper's printed update forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction` switch
-    theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
+    mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and
+    theta_hat, the share of verified tokens accepted so far. The prior acceptance rate `theta0`
+    counts as one verified token, of which this share was accepted. The paper's printed update
+    forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction`
+    switch theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
     """
 
     name = "cali-ts"
     source = "EESD, Algorithm 3 (corrected)"
     optional_signals: ClassVar = {"model_prediction": frozenset({"predicted_acceptance"})}
     settings: ClassVar = {
-        "sigma_model": Setting(0.3, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.3, 0.5)),
-        "sigma_sample": Setting(3.0, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(1.0, 3.0)),
+        "sigma_model": Setting(
+            0.3, "standard deviation of the predictor's error", 1e-3, 10, tuned=(0.1, 0.3, 0.5)
+        ),
+        "sigma_sample": Setting(
+            3.0, "standard deviation of a round's acceptance rate", 1e-3, 10, tuned=(1.0, 3.0)
+        ),
         "theta0": Setting(0.7, "prior acceptance rate", 0, 1, tuned=(0.5, 0.7, 0.9)),
         "model_prediction": Setting(True, "use the predictor's score of each token"),
         "sampling_prediction": Setting(True, "use the acceptance rate so far"),
@@ -91,14 +102,19 @@ class CaliTS(ThompsonSampling):
         seed: int,
     ) -> None:
         if not model_prediction and not sampling_prediction:
-            raise SpecgenError("cali-ts has neither model_prediction nor sampling_prediction", "Leave one of them on")
+            raise SpecgenError(
+                "cali-ts has neither model_prediction nor sampling_prediction",
+                "Leave one of them on",
+            )
         super().__init__(max_draft, seed)
         self.model_prediction = model_prediction
         self.sampling_prediction = sampling_prediction
         self.signals = self.signals_with({"model_prediction": model_prediction})
-        self._model_variance, self._sample_variance = sigma_model**2, sigma_sample**2
+        self._model_variance = sigma_model**2
+        self._sample_variance = sigma_sample**2
         self._rounds = 0
-        self._accepted, self._judged = theta0, 1.0
+        self._accepted = theta0
+        self._judged = 1.0
         self.predictions: list[float] = []  # theta_M of each token of the draft so far
         self._mean_score: float | None = None  # of the last draft
 
@@ -107,11 +123,14 @@ class CaliTS(ThompsonSampling):
         return self._accepted / self._judged
 
     def posterior(self, score: float | None) -> tuple[float, float]:
-        """Computes mean and variance of theta from `score`, the predictor's theta_M for a token, and the drafts verified so far.
+        """Computes mean and variance of theta from `score`, the predictor's theta_M for a token,
+        and the drafts verified so far.
 
         `score` is None if `model_prediction` is off.
         """
-        rounds, model, sample = self._rounds, self._model_variance, self._sample_variance
+        rounds = self._rounds
+        model = self._model_variance
+        sample = self._sample_variance
         if not self.model_prediction or score is None:
             return self.theta_hat, sample / max(rounds, 1)
         if not self.sampling_prediction:
@@ -125,7 +144,9 @@ class CaliTS(ThompsonSampling):
             score = token["predicted_acceptance"]
             self.predictions.append(score)
         mean, variance = self.posterior(score)
-        return self._continue_with(min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0), token)
+        return self._continue_with(
+            min(max(self._rng.gauss(mean, math.sqrt(variance)), 0.0), 1.0), token
+        )
 
     def observe(self, drafted: int, accepted: int) -> None:
         if drafted:
@@ -137,10 +158,11 @@ class CaliTS(ThompsonSampling):
             self.predictions.clear()
 
     def state(self) -> Mapping[str, float]:
-        """theta_hat and the number of verified drafts (`rounds`), and the mean and standard deviation of theta.
+        """theta_hat and the number of verified drafts (`rounds`), and the mean and standard
+        deviation of theta.
 
-        The last two are computed for the mean theta_M of the last draft. If `model_prediction` is on, they are missing before the
-        first draft.
+        The last two are computed for the mean theta_M of the last draft. If `model_prediction` is
+        on, they are missing before the first draft.
         """
         learned = {"theta_hat": self.theta_hat, "rounds": self._rounds}
         if self.model_prediction and self._mean_score is None:

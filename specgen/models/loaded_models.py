@@ -1,4 +1,5 @@
-"""The loaded models of a pair: their runners, KV caches and warm-up, and what runs have measured and learned with them."""
+"""The loaded models of a pair: their runners, KV caches and warm-up, and what runs have measured
+and learned with them."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ from specgen.workers.worker import DraftWorker
 
 
 class LoadedModels:
-    """A target and its draft model (or none), and what drafts for the target. Implements `models.Models`.
+    """A target and its draft model (or none), and what drafts for the target. Implements
+    `models.Models`.
 
-    The KV caches stay between runs: a run reuses the cached tokens with which its own context begins. `worker` is the process
-    that runs the draft model for PEARL; None if this process does. Models with the same target share its `parts` and `lock`.
+    The KV caches stay between runs: a run reuses the cached tokens with which its own context
+    begins. `worker` is the process that runs the draft model for PEARL; None if this process does.
+    Models with the same target share its `parts` and `lock`.
     """
 
     def __init__(
@@ -48,10 +51,15 @@ class LoadedModels:
         self._worker = worker
         if worker is not None and target.has_penalties:
             worker.penalties = target.generation, target.eos_ids
-        self._target_runner = target.runner(target.penalties(target.device, target.model.shape.vocab_size))
+        self._target_runner = target.runner(
+            target.penalties(target.device, target.model.shape.vocab_size)
+        )
         self._draft_runner: DraftModelRunner | None = None
-        self.parts = PartStore(target, self._target_runner, self.penalties) if parts is None else parts
-        self._skipping: tuple[str, LayerSkippingRunner] | None = None  # of the last run that skipped layers
+        self.parts = (
+            PartStore(target, self._target_runner, self.penalties) if parts is None else parts
+        )
+        # of the last run that skipped layers
+        self._skipping: tuple[str, LayerSkippingRunner] | None = None
         self._kept: dict[type[Kept], Any] = {}
         self._reserved = 0  # tokens
         self._is_closed = False
@@ -64,7 +72,8 @@ class LoadedModels:
     def with_draft_model(self) -> Runners | None:
         if self.draft is None:
             return None
-        if self._draft_runner is None:  # with the target's penalties: it has to predict their effect
+        # with the target's penalties: it has to predict their effect
+        if self._draft_runner is None:
             self._draft_runner = self.draft.draft_runner(self.penalties(self.draft.device))
         return Runners(self._target_runner, self._draft_runner)
 
@@ -75,10 +84,13 @@ class LoadedModels:
         return self.parts.runners(kind, name)
 
     def without_layers(self, skip: str) -> Runners:
-        """See `Models`. Only the last runner made is kept for reuse, because a search for the fastest layers makes many."""
+        """See `Models`. Only the last runner made is kept for reuse, because a search for the
+        fastest layers makes many."""
         skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
         if self._skipping is None or self._skipping[0] != str(skips):
-            runner = LayerSkippingRunner(self._target_runner, self.target.model, skips, self.penalties())
+            runner = LayerSkippingRunner(
+                self._target_runner, self.target.model, skips, self.penalties()
+            )
             self._skipping = str(skips), runner
         return Runners(self._target_runner, self._skipping[1])
 
@@ -106,7 +118,8 @@ class LoadedModels:
         return cast("K", self._kept[kind])
 
     def penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
-        """Returns what applies the target's penalties to logits on a device (None: its own); None if it has none."""
+        """Returns what applies the target's penalties to logits on a device (None: its own); None
+        if it has none."""
         return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
 
     def checked(self, schedule: Schedule) -> Schedule:
@@ -119,7 +132,8 @@ class LoadedModels:
         return max(tokens, self._reserved)
 
     def runners(self) -> list[ModelRunner | DraftModelRunner]:
-        """Returns the runners of the target and of the draft model, as far as they are loaded in this process."""
+        """Returns the runners of the target and of the draft model, as far as they are loaded in
+        this process."""
         found: list[ModelRunner | DraftModelRunner] = [self._target_runner]
         if self._draft_runner is not None:
             found.append(self._draft_runner)
@@ -158,7 +172,8 @@ class LoadedModels:
         self._reserved = max(self._reserved, capacity)
 
     def forget(self) -> None:
-        """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
+        """Empties all KV caches and forgets earlier outputs, so that the next run computes
+        everything. For measurements."""
         for kept in self._kept.values():
             kept.forget()
         for runner in self.runners():
@@ -168,7 +183,8 @@ class LoadedModels:
             self._worker.forget()
 
     def capture_seconds(self) -> float:
-        """Returns the seconds that this process has spent so far on capturing passes of the models as CUDA graphs."""
+        """Returns the seconds that this process has spent so far on capturing passes of the models
+        as CUDA graphs."""
         models = [self.target.model]
         if self.draft is not None and self._draft_runner is not None:
             models.append(self.draft.model)

@@ -1,4 +1,5 @@
-"""What was measured on this machine for a pair of models: in memory, and in one file of the user's cache folder.
+"""What was measured on this machine for a pair of models: in memory, and in one file of the user's
+cache folder.
 
 The file may be deleted at any time. If it is damaged, it is ignored and written anew.
 """
@@ -36,22 +37,24 @@ _IN_DOUBT = "in_doubt"  # in an entry of the file: it is to be measured again
 _PATIENCE = 5.0  # seconds to wait for another process that writes the file
 
 THREADS = "threads"  # the kind of measurements that are numbers of CPU threads
-LONGEST_COMPARED = 512  # tokens of a context, up to which passes are compared with those after a short one
+# tokens of a context, up to which passes are compared with those after a short one
+LONGEST_COMPARED = 512
 
 
 class Measurements:
     """What was measured on this machine for a target and its `draft` model, None if there is none.
 
-    `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what the value depends on apart from
-    the models and the machine. `threads`
-    is the number of CPU threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the result
-    of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
+    `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what
+    the value depends on apart from the models and the machine. `threads` is the number of CPU
+    threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the
+    result of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
     """
 
     def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
         self.threads: ThreadChoice | None = None
         self.tuned_costs: Mapping[str, RoundCosts] = {}
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
         self._known: dict[tuple[str, Key], Any] = {}
         self._doubted: set[tuple[str, Key]] = set()
         self._watched: dict[tuple[str, Key], Curve] = {}
@@ -66,13 +69,14 @@ class Measurements:
         *,
         with_draft: bool = True,
     ) -> T:
-        """Returns the measured value of `kind` under `key`: the one in memory, or else the one in the user's cache file, or else
-        what `measure` returns.
+        """Returns the measured value of `kind` under `key`: the one in memory, or else the one in
+        the user's cache file, or else what `measure` returns.
 
-        `measure` returns a sample of a JSON value, which the file holds, and `read` converts the value to what this function
-        returns. A sample whose times scatter is used by this process, and not stored. A stored value that `read` refuses
-        (TypeError, ValueError, KeyError) is measured again, and so is one in doubt (see `doubt`); a sample whose times scatter
-        does not replace it. Without `with_draft` the value does not depend on the draft model.
+        `measure` returns a sample of a JSON value, which the file holds, and `read` converts the
+        value to what this function returns. A sample whose times scatter is used by this process,
+        and not stored. A stored value that `read` refuses (TypeError, ValueError, KeyError) is
+        measured again, and so is one in doubt (see `doubt`); a sample whose times scatter does not
+        replace it. Without `with_draft` the value does not depend on the draft model.
         """
         name = (kind, key)
         value: T | None = self._known.get(name)
@@ -91,7 +95,8 @@ class Measurements:
         return value
 
     def doubt(self, kind: str, key: Key, *, with_draft: bool = True) -> None:
-        """Has `get` measure the value of `kind` under `key` again when it is next asked for, in this process or in a later one.
+        """Has `get` measure the value of `kind` under `key` again when it is next asked for, in
+        this process or in a later one.
 
         To be called when what a run has seen is far from the value.
         """
@@ -100,15 +105,18 @@ class Measurements:
         if entry:
             self._write(kind, key, {**entry, _IN_DOUBT: True}, with_draft=with_draft)
 
-    def stored(self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True) -> T | None:
-        """Returns the value of `kind` under `key` in the user's cache file, converted by `read`. None if there is none, or if
-        `read` refuses it (see `get`)."""
+    def stored(
+        self, kind: str, key: Key, read: Callable[[Any], T], *, with_draft: bool = True
+    ) -> T | None:
+        """Returns the value of `kind` under `key` in the user's cache file, converted by `read`.
+        None if there is none, or if `read` refuses it (see `get`)."""
         with suppress(TypeError, ValueError, KeyError):
             return read(self._entry(kind, key, with_draft=with_draft)["value"])
         return None
 
     def put(self, kind: str, key: Key, sample: Sample[Any], *, with_draft: bool = True) -> None:
-        """Stores a sample of a JSON value of `kind` under `key` in the user's cache file, unless its times scatter.
+        """Stores a sample of a JSON value of `kind` under `key` in the user's cache file, unless
+        its times scatter.
 
         Does nothing if a number in it is not finite, or if the file cannot be written.
         """
@@ -116,7 +124,8 @@ class Measurements:
             self._write(kind, key, asdict(sample), with_draft=with_draft)
 
     def _entry(self, kind: str, key: Key, *, with_draft: bool) -> dict[str, Any]:
-        """Returns what the user's cache file holds of `kind` under `key`: the fields of a `Sample`. Empty if it holds nothing."""
+        """Returns what the user's cache file holds of `kind` under `key`: the fields of a `Sample`.
+        Empty if it holds nothing."""
         entry = _stored().get(kind, {}).get(self._digest(kind, key, with_draft=with_draft))
         return entry if isinstance(entry, dict) else {}
 
@@ -135,8 +144,9 @@ class Measurements:
                 write_whole(_path(), json.dumps(stored, indent=1))
 
     def watch(self, kind: str, key: Key, passes: Mapping[int, float]) -> None:
-        """Has runs compare their passes with the target's `passes` (seconds by number of tokens), which were timed together with
-        the value of `kind` under `key`. It is put in doubt by passes that are far from these."""
+        """Has runs compare their passes with the target's `passes` (seconds by number of tokens),
+        which were timed together with the value of `kind` under `key`. It is put in doubt by passes
+        that are far from these."""
         if passes:
             self._watched[kind, key] = Curve(passes)
 
@@ -147,7 +157,9 @@ class Measurements:
             return schedule
 
         def rounds(run: Run) -> Iterator[Round]:
-            checks = [(PassCheck(partial(self.doubt, *name)), passes) for name, passes in watched.items()]
+            checks = [
+                (PassCheck(partial(self.doubt, *name)), passes) for name, passes in watched.items()
+            ]
             with closing(cast("Generator[Round]", schedule(run))) as made:
                 try:
                     for round_ in made:
@@ -161,10 +173,12 @@ class Measurements:
         return rounds
 
     def set_threads(self, work: Callable[[], Mapping[int, float]], *, remembered: bool) -> None:
-        """Sets torch's number of CPU threads for the whole process: the one in the file if `remembered`, else see `pick_threads`.
+        """Sets torch's number of CPU threads for the whole process: the one in the file if
+        `remembered`, else see `pick_threads`.
 
-        `work` is a round of decoding with these models, and returns the seconds of the target's passes by their number of tokens.
-        Runs compare theirs with them: with a number that was chosen on a busy machine, they are faster on a quiet one.
+        `work` is a round of decoding with these models, and returns the seconds of the target's
+        passes by their number of tokens. Runs compare theirs with them: with a number that was
+        chosen on a busy machine, they are faster on a quiet one.
         """
         if self._default_threads is None:
             self._default_threads = torch.get_num_threads()
@@ -176,15 +190,17 @@ class Measurements:
         self.watch(THREADS, (), passes)
 
     def _digest(self, kind: str, key: Key, *, with_draft: bool) -> str:
-        """Returns a hash of the key and of what changes how long passes take: the machine, the versions and the models (the draft
-        model only `with_draft`)."""
+        """Returns a hash of the key and of what changes how long passes take: the machine, the
+        versions and the models (the draft model only `with_draft`)."""
         threads = torch.get_num_threads()
         if kind == THREADS and self._default_threads is not None:
             threads = self._default_threads  # the value is this process's number by now
         models = [self._target, *([self._draft] if self._draft is not None and with_draft else [])]
         conditions = {
             "key": key,
-            "translations": [model.translation.digest for model in models if model.translation is not None],
+            "translations": [
+                model.translation.digest for model in models if model.translation is not None
+            ],
             "models": [weights_fingerprint(model.folder) for model in models],
             "devices": [model.device_label for model in models],
             "dtypes": [model.dtype_name for model in models],
@@ -198,24 +214,29 @@ class Measurements:
 
 
 def _pick_threads(work: Callable[[], Mapping[int, float]]) -> Sample[dict[str, Any]]:
-    """Returns the chosen number of CPU threads as a JSON value, with the seconds of the target's passes with this number."""
+    """Returns the chosen number of CPU threads as a JSON value, with the seconds of the target's
+    passes with this number."""
     timed: list[tuple[int, Mapping[int, float]]] = []
     sample = pick_threads(lambda: timed.append((torch.get_num_threads(), work())))
     passes: dict[int, float] = {}
     for threads, seconds in timed:
         if threads == sample.value.threads:
-            passes = {width: min(taken, passes.get(width, taken)) for width, taken in seconds.items()}
+            passes = {
+                width: min(taken, passes.get(width, taken)) for width, taken in seconds.items()
+            }
     return sample.holding(asdict(sample.value) | {"passes": passes})
 
 
 def _thread_choice(stored: Any) -> tuple[ThreadChoice, dict[int, float]]:
     seconds = {int(threads): float(each) for threads, each in stored["seconds"].items()}
-    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds), pass_times(stored["passes"])
+    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds), pass_times(
+        stored["passes"]
+    )
 
 
 def pass_times(stored: Mapping[Any, Any]) -> dict[int, float]:
-    """Returns the seconds of passes by their number of tokens from the JSON value in the file. Raises ValueError if one of them
-    is not positive."""
+    """Returns the seconds of passes by their number of tokens from the JSON value in the file.
+    Raises ValueError if one of them is not positive."""
     passes = {int(width): float(seconds) for width, seconds in stored.items()}
     if not all(seconds > 0 for seconds in passes.values()):
         raise ValueError("a pass takes some time")
@@ -223,8 +244,8 @@ def pass_times(stored: Mapping[Any, Any]) -> dict[int, float]:
 
 
 def _compare(check: PassCheck, passes: Curve, round_: Round, context_length: int) -> None:
-    """Has a round's pass checked, if it is one that can be compared: of a width between those of `passes`, and after a context
-    so short that attention to it takes no time."""
+    """Has a round's pass checked, if it is one that can be compared: of a width between those of
+    `passes`, and after a context so short that attention to it takes no time."""
     width = round_.pass_tokens
     is_usual = round_.mode == "sequential" and context_length <= LONGEST_COMPARED
     if is_usual and min(passes.points) <= width <= max(passes.points):

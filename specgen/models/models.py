@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Kept(Protocol):
-    """What a kind of method keeps with the models between its runs. Made by `Models.kept` at its first use."""
+    """What a kind of method keeps with the models between its runs. Made by `Models.kept` at its
+    first use."""
 
     def __init__(self, models: Models) -> None: ...
 
@@ -34,8 +35,8 @@ K = TypeVar("K", bound=Kept)
 class Worker(Protocol):
     """Runs the draft model while the target's passes run (PEARL): see `workers.worker.DraftWorker`.
 
-    `is_process`: it does so in a process of its own. `threads` is the number of CPU threads left to the target; None if it keeps
-    all of them.
+    `is_process`: it does so in a process of its own. `threads` is the number of CPU threads left to
+    the target; None if it keeps all of them.
     """
 
     is_process: bool
@@ -45,12 +46,14 @@ class Worker(Protocol):
         """Waits until the draft model is loaded."""
 
     def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> ParallelDrafter:
-        """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy` ends."""
+        """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy`
+        ends."""
         ...
 
 
 class Models(Protocol):
-    """A target and what can draft for it, ready for runs. The models of one pair, or those of a simulation.
+    """A target and what can draft for it, ready for runs. The models of one pair, or those of a
+    simulation.
 
     `draft` is None without a draft model. `lock` is held while a round is made.
     """
@@ -75,32 +78,37 @@ class Models(Protocol):
         ...
 
     def with_draft_model(self) -> Runners | None:
-        """Returns the runners of the target and of the draft model, whose weights are loaded at the first call.
+        """Returns the runners of the target and of the draft model, whose weights are loaded at the
+        first call.
 
         None if there is no draft model.
         """
         ...
 
     def has_part(self, kind: str) -> bool:
-        """Whether the default trained part of this kind can be run. Loads it, and raises nothing if it is damaged."""
+        """Whether the default trained part of this kind can be run. Loads it, and raises nothing if
+        it is damaged."""
         ...
 
     def with_part(self, kind: str, name: str) -> Runners | None:
-        """Returns the runners of the target and of its trained part of this kind; `name` is the part's path, or `auto`.
+        """Returns the runners of the target and of its trained part of this kind; `name` is the
+        part's path, or `auto`.
 
         None if there is no such part. Raises SpecgenError if it cannot be used.
         """
         ...
 
     def without_layers(self, skip: str) -> Runners:
-        """Returns the target's runner, and one that drafts with the target without the layers in `skip`, such as `3+5a+7m`.
+        """Returns the target's runner, and one that drafts with the target without the layers in
+        `skip`, such as `3+5a+7m`.
 
         Raises SpecgenError if the target's layers cannot be run one by one.
         """
         ...
 
     def worker(self) -> Worker | None:
-        """Returns what runs the draft model during the target's passes (PEARL). None if there is no draft model."""
+        """Returns what runs the draft model during the target's passes (PEARL). None if there is no
+        draft model."""
         ...
 
     def kept(self, kind: type[K]) -> K:
@@ -116,5 +124,6 @@ class Models(Protocol):
         ...
 
     def checked(self, schedule: Schedule) -> Schedule:
-        """Returns the schedule of plain rounds with comparisons of its passes with measured ones: see `Measurements.checked`."""
+        """Returns the schedule of plain rounds with comparisons of its passes with measured ones:
+        see `Measurements.checked`."""
         ...

@@ -1,4 +1,5 @@
-"""The trained parts of one loaded target (exit layers and heads): those used by default, and those that runs name."""
+"""The trained parts of one loaded target (exit layers and heads): those used by default, and those
+that runs name."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ _MODULES = {  # by kind: the one with `make_runners`
 
 
 class PartStore:
-    """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has KV caches of its own.
+    """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has
+    KV caches of its own.
 
-    The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings `exit` and `head`: by its
-    path, or by `auto` for the default part of the method's kind. The default part is the one that the user named with
-    --exit-layer or --head, otherwise the one found for this target. `runner` is the target's own runner; parts that need no other
-    hidden states than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the target is
-    the small model that comes with specgen, with trained parts.
+    The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings
+    `exit` and `head`: by its path, or by `auto` for the default part of the method's kind. The
+    default part is the one that the user named with --exit-layer or --head, otherwise the one found
+    for this target. `runner` is the target's own runner; parts that need no other hidden states
+    than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`:
+    the target is the small model that comes with specgen, with trained parts.
     """
 
     def __init__(
@@ -46,14 +49,19 @@ class PartStore:
     ) -> None:
         self.is_bundled = is_bundled
         self.named: dict[str, TrainedPart] = {}  # by kind
-        self.beside: dict[str, Path] = {}  # by kind: the folders of heads that were found on this machine
-        self._target, self._runner, self._penalties = target, runner, penalties
-        self._found: dict[str, TrainedPart | SpecgenError | None] = {}  # by kind; an error says why it cannot be used
+        # by kind: the folders of heads that were found on this machine
+        self.beside: dict[str, Path] = {}
+        self._target = target
+        self._runner = runner
+        self._penalties = penalties
+        # by kind; an error says why it cannot be used
+        self._found: dict[str, TrainedPart | SpecgenError | None] = {}
         self._opened: dict[Path, TrainedPart] = {}
         self._runners: dict[TrainedPart, Runners] = {}
 
     def name(self, path: Path, *, is_exit: bool) -> None:
-        """Makes the trained part at `path` the default one of its kind. `is_exit`: it is an exit layer, not a head.
+        """Makes the trained part at `path` the default one of its kind. `is_exit`: it is an exit
+        layer, not a head.
 
         Raises SpecgenError if it cannot be used with this target.
         """
@@ -62,25 +70,32 @@ class PartStore:
         self.named[part.kind] = part
 
     def find(self, kind: str) -> TrainedPart | None:
-        """Returns the default trained part of a kind, such as `exit` or `eagle`: the one that the user named, or the one found
-        for the target. None if there is none, or if it cannot be used; `refusal` then says why."""
+        """Returns the default trained part of a kind, such as `exit` or `eagle`: the one that the
+        user named, or the one found for the target. None if there is none, or if it cannot be used;
+        `refusal` then says why."""
         found = self._default(kind)
         return found if isinstance(found, TrainedPart) else None
 
     def refusal(self, kind: str) -> SpecgenError | None:
-        """Returns why the trained part of this kind that was found for the target cannot be used. None if it can be used, or if
-        none was found."""
+        """Returns why the trained part of this kind that was found for the target cannot be used.
+        None if it can be used, or if none was found."""
         found = self._default(kind)
         return found if isinstance(found, SpecgenError) else None
 
     def load(self, kind: str, name: str = DEFAULT_PART) -> TrainedPart | None:
-        """Returns the trained part of this kind that `name` names, with its weights read and checked.
+        """Returns the trained part of this kind that `name` names, with its weights read and
+        checked.
 
-        `name` is a path, or `auto` for the default part. None if no default part was found, or if the one that was found cannot
-        be used (see `refusal`). Raises SpecgenError if a part that the user named cannot be used or is of another kind.
+        `name` is a path, or `auto` for the default part. None if no default part was found, or if
+        the one that was found cannot be used (see `refusal`). Raises SpecgenError if a part that
+        the user named cannot be used or is of another kind.
         """
         is_default = name == DEFAULT_PART
-        part = self.find(kind) if is_default else self._open(Path(name).expanduser(), is_exit=kind == "exit")
+        part = (
+            self.find(kind)
+            if is_default
+            else self._open(Path(name).expanduser(), is_exit=kind == "exit")
+        )
         if part is None:
             return None
         if part.kind != kind:
@@ -95,19 +110,22 @@ class PartStore:
         return self.find(kind) if is_default else part
 
     def has_predictor(self, name: str = DEFAULT_PART) -> bool:
-        """Whether the exit layer `name` exists and has a predictor of whether a drafted token is accepted."""
+        """Whether the exit layer `name` exists and has a predictor of whether a drafted token is
+        accepted."""
         found = self.load("exit", name)
         return found is not None and found.has_predictor
 
     def digests(self) -> dict[str, str]:
-        """Returns a hash of the files of each default trained part (exit layer or head), by kind. Loads no weights."""
+        """Returns a hash of the files of each default trained part (exit layer or head), by kind.
+        Loads no weights."""
         return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
 
     def runners(self, kind: str, name: str = DEFAULT_PART) -> Runners | None:
-        """Returns the model runners of the target and of the trained part of this kind. `name` is the part's path, or `auto`.
+        """Returns the model runners of the target and of the trained part of this kind. `name` is
+        the part's path, or `auto`.
 
-        None if there is no such part. Raises SpecgenError if there is one that cannot be used, or if the user named one of
-        another kind.
+        None if there is no such part. Raises SpecgenError if there is one that cannot be used, or
+        if the user named one of another kind.
         """
         part = self.load(kind, name)
         if part is None:
@@ -115,12 +133,15 @@ class PartStore:
             return None
         if part not in self._runners:
             make = import_module(f"specgen.engine.parts.{_MODULES[part.kind]}").make_runners
-            self._runners[part] = make(part.load(), self._target.model, self._runner, self._penalties)
+            self._runners[part] = make(
+                part.load(), self._target.model, self._runner, self._penalties
+            )
             part.release()
         return self._runners[part]
 
     def can_run(self, kind: str) -> bool:
-        """Whether the default part of this kind can be run. Loads it. `refusal` then has the error of one that cannot."""
+        """Whether the default part of this kind can be run. Loads it. `refusal` then has the error
+        of one that cannot."""
         if self.find(kind) is None:
             return False
         try:
@@ -130,8 +151,8 @@ class PartStore:
         return self.refusal(kind) is None
 
     def unused(self, method: str, kind: str) -> str | None:
-        """Returns a line for the user if `method`, which drafts with heads of this `kind`, does not use the head named with
-        --head. None if it does, or without --head."""
+        """Returns a line for the user if `method`, which drafts with heads of this `kind`, does not
+        use the head named with --head. None if it does, or without --head."""
         head = self._named_head
         if head is None or kind == head.kind:
             return None
@@ -152,9 +173,10 @@ class PartStore:
         return self._opened[key]
 
     def _default(self, kind: str) -> TrainedPart | SpecgenError | None:
-        """Returns the default part of a kind: the one that the user named, else the one trained on this machine for the target's
-        weights (preferably under the target's name), else the bundled one; `MTP`: the target's own. None if there is none; the
-        error if it cannot be opened or loaded."""
+        """Returns the default part of a kind: the one that the user named, else the one trained on
+        this machine for the target's weights (preferably under the target's name), else the bundled
+        one; `MTP`: the target's own. None if there is none; the error if it cannot be opened or
+        loaded."""
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
@@ -165,8 +187,14 @@ class PartStore:
                     if self._found[kind] is not None:
                         return self._found[kind]
                 path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
-                path = bundled if path is None and self.is_bundled and bundled.is_dir() else path or self.beside.get(kind)
-                self._found[kind] = None if path is None else open_part(path, self._target, is_exit=kind == "exit")
+                path = (
+                    bundled
+                    if path is None and self.is_bundled and bundled.is_dir()
+                    else path or self.beside.get(kind)
+                )
+                self._found[kind] = (
+                    None if path is None else open_part(path, self._target, is_exit=kind == "exit")
+                )
             except SpecgenError as error:
                 self._found[kind] = error
         return self._found[kind]
@@ -183,4 +211,7 @@ class PartStore:
 
 
 def _wrong_kind(part: TrainedPart, kind: str) -> SpecgenError:
-    return SpecgenError(f"{part.name} is for {part.kind}, not for {kind}", f"Use -m {part.kind}, or name another folder")
+    return SpecgenError(
+        f"{part.name} is for {part.kind}, not for {kind}",
+        f"Use -m {part.kind}, or name another folder",
+    )

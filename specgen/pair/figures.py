@@ -1,5 +1,5 @@
-"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is a target pass with the draft that it
-verified (in joint decoding several passes). Imports no torch."""
+"""Counts and metrics of recorded runs (generations), computed from their rounds: a round is a
+target pass with the draft that it verified (in joint decoding several passes). Imports no torch."""
 
 from __future__ import annotations
 
@@ -40,16 +40,19 @@ _METRICS = (
 
 @dataclass(slots=True)
 class Figures:
-    """Counts tokens, target passes and seconds over the rounds of one or more runs, and computes metrics from them. More rounds
-    or whole runs can be added. Rates are fractions from 0 to 1, None if nothing was drafted.
+    """Counts tokens, target passes and seconds over the rounds of one or more runs, and computes
+    metrics from them. More rounds or whole runs can be added. Rates are fractions from 0 to 1, None
+    if nothing was drafted.
 
-    `drafts` counts the rounds with a draft, `ties` tokens that the target chose between equal logits (half precision).
-    `log_likelihood` (nats) is that of the generated tokens under the target at temperature 1. `joules` are those beyond idle
-    power; they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` is the part of the time that
-    went into capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs without times by
-    phase. `prompt_tokens` are those of the prompts that were run, because no cache held them; None: unknown or none.
-    `prefill_seconds` is the time until the first tokens, of which there are `prefill_tokens`; NaN if it is unknown for one run.
-    `parallel`: drafts were made during target passes (PEARL).
+    `drafts` counts the rounds with a draft, `ties` tokens that the target chose between equal
+    logits (half precision). `log_likelihood` (nats) is that of the generated tokens under the
+    target at temperature 1. `joules` are those beyond idle power; they and `gross_joules` are NaN
+    if the energy of one run is unknown. `capture_seconds` is the part of the time that went into
+    capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs
+    without times by phase. `prompt_tokens` are those of the prompts that were run, because no cache
+    held them; None: unknown or none. `prefill_seconds` is the time until the first tokens, of which
+    there are `prefill_tokens`; NaN if it is unknown for one run. `parallel`: drafts were made
+    during target passes (PEARL).
     """
 
     method: str
@@ -89,25 +92,34 @@ class Figures:
         self.parallel |= round_.mode in ("pre-verify", "post-verify")
 
     def include(self, line: Mapping[str, Any]) -> None:
-        """Adds a whole run from its summary line in a trace, which must also have the key `drafts`, as comparisons write it.
+        """Adds a whole run from its summary line in a trace, which must also have the key `drafts`,
+        as comparisons write it.
 
-        If the lines have perplexities, the `perplexity` of all runs is None as soon as one run with new tokens has None. The same
-        holds for joules per token.
+        If the lines have perplexities, the `perplexity` of all runs is None as soon as one run with
+        new tokens has None. The same holds for joules per token.
         """
         tokens = len(line["token_ids"])
         if tokens and "perplexity" in line:
             self.add_log_likelihood(-tokens * math.log(_or_nan(line["perplexity"])))
         if tokens and "joules_per_token" in line:
-            self._add_joules(tokens * _or_nan(line["joules_per_token"]), tokens * _or_nan(line.get("gross_joules_per_token")))
+            self._add_joules(
+                tokens * _or_nan(line["joules_per_token"]),
+                tokens * _or_nan(line.get("gross_joules_per_token")),
+            )
         first = _or_nan(line.get("first_token_seconds"))
         self.prefill_seconds += first
         self.prefill_tokens += bool(tokens)
-        self.prompt_tokens = (self.prompt_tokens or 0) + first * _or_nan(line.get("prompt_tokens_per_second"))
-        older = {"target_passes": line["rounds"], "rejections": 0, "ties": 0}  # lines of earlier versions lack them
+        self.prompt_tokens = (self.prompt_tokens or 0) + first * _or_nan(
+            line.get("prompt_tokens_per_second")
+        )
+        # lines of earlier versions lack them
+        older = {"target_passes": line["rounds"], "rejections": 0, "ties": 0}
         self._add({**older, **line}, line["token_ids"], line["phase_seconds"] or {})
         self.unsplit_seconds += line["seconds"] if line["phase_seconds"] is None else 0.0
 
-    def _add(self, counts: Mapping[str, Any], token_ids: Iterable[int], seconds: Mapping[str, float]) -> None:
+    def _add(
+        self, counts: Mapping[str, Any], token_ids: Iterable[int], seconds: Mapping[str, float]
+    ) -> None:
         for name in _COUNTS:
             setattr(self, name, getattr(self, name) + counts[name])
         self.token_ids += token_ids
@@ -115,11 +127,13 @@ class Figures:
             self.phase_seconds[phase] += taken
 
     def add_log_likelihood(self, nats: float) -> None:
-        """Adds the log-likelihood of one run's tokens. For a valid perplexity it has to be added for every run."""
+        """Adds the log-likelihood of one run's tokens. For a valid perplexity it has to be added
+        for every run."""
         self.log_likelihood = nats + (self.log_likelihood or 0.0)
 
     def add_energy(self, energy: Energy) -> None:
-        """Adds the energy (joules) that one run used. For valid joules per token it has to be added for every run."""
+        """Adds the energy (joules) that one run used. For valid joules per token it has to be added
+        for every run."""
         self.energy = energy
         self._add_joules(_or_nan(energy.joules), _or_nan(energy.gross_joules))
 
@@ -133,7 +147,8 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """Seconds of decoding, prefill included. The time that the caller spends between rounds is not counted."""
+        """Seconds of decoding, prefill included. The time that the caller spends between rounds is
+        not counted."""
         return sum(self.phase_seconds.values()) + self.unsplit_seconds
 
     @property
@@ -142,15 +157,22 @@ class Figures:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """The speed without the prompt: tokens after each output's first, divided by the time that they took."""
+        """The speed without the prompt: tokens after each output's first, divided by the time that
+        they took."""
         if math.isnan(self.prefill_seconds):
             return None
-        return _ratio(self.new_tokens - self.prefill_tokens or None, self.seconds - self.prefill_seconds)
+        return _ratio(
+            self.new_tokens - self.prefill_tokens or None, self.seconds - self.prefill_seconds
+        )
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
         """Tokens of the prompt that were run, divided by the time until the first token."""
-        return None if math.isnan(self.prefill_seconds) else _ratio(self.prompt_tokens, self.prefill_seconds)
+        return (
+            None
+            if math.isnan(self.prefill_seconds)
+            else _ratio(self.prompt_tokens, self.prefill_seconds)
+        )
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -164,8 +186,10 @@ class Figures:
 
     @property
     def harmonic_mean(self) -> float | None:
-        """Harmonic mean of the acceptance rate and the draft share (accepted tokens divided by generated tokens)."""
-        rate, share = self.acceptance_rate, self.draft_share
+        """Harmonic mean of the acceptance rate and the draft share (accepted tokens divided by
+        generated tokens)."""
+        rate = self.acceptance_rate
+        share = self.draft_share
         if rate is None or share is None:
             return None
         return 2 * rate * share / (rate + share) if rate + share else 0.0
@@ -177,11 +201,12 @@ class Figures:
 
     @property
     def mean_accepted_run(self) -> float | None:
-        """Accepted tokens divided by rejections: the mean length of runs of accepted tokens, which may span several rounds (mean
-        accepted tokens in PEARL's Table 4). None if nothing was rejected.
+        """Accepted tokens divided by rejections: the mean length of runs of accepted tokens, which
+        may span several rounds (mean accepted tokens in PEARL's Table 4). None if nothing was
+        rejected.
 
-        Tokens accepted after an output's last rejection count too. The authors' code leaves them out, which makes an output with
-        long runs look like one with short runs.
+        Tokens accepted after an output's last rejection count too. The authors' code leaves them
+        out, which makes an output with long runs look like one with short runs.
         """
         return _ratio(self.accepted, self.rejections)
 
@@ -191,18 +216,23 @@ class Figures:
 
         None if it was not measured or overflows.
         """
-        mean = _ratio(-self.log_likelihood, self.new_tokens) if self.log_likelihood is not None else None
+        mean = (
+            _ratio(-self.log_likelihood, self.new_tokens)
+            if self.log_likelihood is not None
+            else None
+        )
         return math.exp(mean) if mean is not None and mean < 700 else None
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy per generated token in joules, beyond what the idle machine uses. None if it was not measured or no energy
-        counter exists."""
+        """Energy per generated token in joules, beyond what the idle machine uses. None if it was
+        not measured or no energy counter exists."""
         return _ratio(self.joules, self.new_tokens)
 
     @property
     def gross_joules_per_token(self) -> float | None:
-        """Energy per generated token in joules, with what the idle machine uses. None as in `joules_per_token`."""
+        """Energy per generated token in joules, with what the idle machine uses. None as in
+        `joules_per_token`."""
         return _ratio(self.gross_joules, self.new_tokens)
 
     @property
@@ -214,8 +244,8 @@ class Figures:
         return _ratio(self.phase_seconds[phase], self.seconds) or 0.0
 
     def as_dict(self, text: str, finish_reason: str) -> dict[str, Any]:
-        """Returns the figures of one run as the summary line of a trace, without the key `type`. The keys are documented and do
-        not change.
+        """Returns the figures of one run as the summary line of a trace, without the key `type`.
+        The keys are documented and do not change.
 
         `text` is the generated text, `finish_reason` why it ended.
         """

@@ -1,7 +1,9 @@
-"""Finds what can draft for a target among the heads and models that are on this machine already: in its data folder and its own
-files, beside it, and in the local hub cache. Downloads nothing, and reads only configs and the headers of weight files.
+"""Finds what can draft for a target among the heads and models that are on this machine already: in
+its data folder and its own files, beside it, and in the local hub cache. Downloads nothing, and
+reads only configs and the headers of weight files.
 
-What it finds is remembered (`found_cache`), so that a later search of the same files only lists folders.
+What it finds is remembered (`found_cache`), so that a later search of the same files only lists
+folders.
 """
 
 from __future__ import annotations
@@ -40,12 +42,20 @@ from specgen.pair.found_cache import keep_search, read_search, search_state
 MOST_FOLDERS = 300  # that are looked at, of each place
 LARGEST_DRAFT = 0.5  # of the target's bytes
 # Acceptance of a drafted token where none was measured: guesses, which only order what was found.
-ASSUMED, ASSUMED_OF_OTHERS, ASSUMED_OF_HEADS = 0.6, 0.4, 0.7  # of a model of the target's family, of another, of a head
+# of a model of the target's family, of another, of a head
+ASSUMED = 0.6
+ASSUMED_OF_OTHERS = 0.4
+ASSUMED_OF_HEADS = 0.7
 LEAST_GAIN = 1.1  # expected speedup from which a model drafts without being named
-LEAST_COST = 0.05  # of a target pass: a draft pass of a smaller model takes no less time, and it guesses worse
+# of a target pass: a draft pass of a smaller model takes no less time, and it guesses worse
+LEAST_COST = 0.05
 WIDER = 0.03  # of a target pass, for each further token of it
 _PUBLISHED = (  # target's name, drafters that were published for it, and where this is said
-    (r"llama-?3\.1-8b-instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B or meta-llama/Llama-3.2-1B-Instruct", "SafeAILab/EAGLE"),
+    (
+        r"llama-?3\.1-8b-instruct",
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B or meta-llama/Llama-3.2-1B-Instruct",
+        "SafeAILab/EAGLE",
+    ),
     (r"llama-?3\.3-70b-instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "SafeAILab/EAGLE"),
     (r"vicuna-13b-v1\.3", "yuhuili/EAGLE3-Vicuna1.3-13B", "SafeAILab/EAGLE"),
     (r"qwen3-(4|8)b$", r"Qwen/Qwen3-0.6B or z-lab/Qwen3-\1B-DFlash-b16", "z-lab/dflash"),
@@ -56,11 +66,13 @@ _PUBLISHED = (  # target's name, drafters that were published for it, and where 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Something that can draft. `kind` is `DRAFT_MODEL` or the kind of a trained part, `name` what users name it by.
+    """Something that can draft. `kind` is `DRAFT_MODEL` or the kind of a trained part, `name` what
+    users name it by.
 
-    `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target pass's, by the bytes of weights.
-    `why` says where both come from. `is_assumed`: the acceptance was not measured. `refusal` says why it cannot be used after
-    all; None: it can, as far as is known. `may_pass`: the refusal is for something such as too little memory.
+    `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target
+    pass's, by the bytes of weights. `why` says where both come from. `is_assumed`: the acceptance
+    was not measured. `refusal` says why it cannot be used after all; None: it can, as far as is
+    known. `may_pass`: the refusal is for something such as too little memory.
     """
 
     kind: str
@@ -77,10 +89,17 @@ class Found:
     def speedup(self) -> float:
         """The expected speedup over plain decoding at the best draft length."""
         passes = {width: 1 + WIDER * (width - 1) for width in range(1, 12)}
-        return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind in ONE_PASS).best(self.acceptance)[1]
+        return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind in ONE_PASS).best(
+            self.acceptance
+        )[1]
 
     def as_dict(self) -> dict[str, Any]:
-        own = {"kind": self.kind, "name": self.name, "expected_speedup": round(self.speedup, 2), "why": self.why}
+        own = {
+            "kind": self.kind,
+            "name": self.name,
+            "expected_speedup": round(self.speedup, 2),
+            "why": self.why,
+        }
         return own | {"acceptance": round(self.acceptance, 3), "is_assumed": self.is_assumed}
 
 
@@ -88,9 +107,10 @@ class Found:
 class Search:
     """What was looked at for a target, and what can draft for it.
 
-    `folders` has what was looked at by name, and `state` changes with the files there. `judged` is what these files showed, with
-    what was refused, best first; `own` are parts that belong to the target. `conditions` say how the models are run: what running
-    them shows is remembered for these alone.
+    `folders` has what was looked at by name, and `state` changes with the files there. `judged` is
+    what these files showed, with what was refused, best first; `own` are parts that belong to the
+    target. `conditions` say how the models are run: what running them shows is remembered for these
+    alone.
     """
 
     target: Path
@@ -102,13 +122,18 @@ class Search:
 
     @property
     def found(self) -> list[Found]:
-        """What can draft for the target: parts that belong to it first, then by expected speedup."""
+        """What can draft for the target: parts that belong to it first, then by expected
+        speedup."""
         return [*self.own, *(each for each in self.judged if each.refusal is None)]
 
     @property
     def left_out(self) -> list[str]:
         """A line for each drafter that does not work, with the reason."""
-        return [f"left out {each.name}: {each.refusal}" for each in self.judged if each.refusal is not None]
+        return [
+            f"left out {each.name}: {each.refusal}"
+            for each in self.judged
+            if each.refusal is not None
+        ]
 
     def learned(self, found: Found) -> Search:
         """Returns the search with what was learned about something that it found."""
@@ -117,7 +142,10 @@ class Search:
 
     def keep(self) -> None:
         """Stores what the files showed, for later searches of the same files."""
-        lasting = [replace(each, refusal=None, may_pass=False) if each.may_pass else each for each in self.judged]
+        lasting = [
+            replace(each, refusal=None, may_pass=False) if each.may_pass else each
+            for each in self.judged
+        ]
         facts = [asdict(each) | {"name": None, "folder": str(each.folder)} for each in lasting]
         keep_search(self.target, self.conditions, self.state, facts)
 
@@ -127,17 +155,26 @@ def search(
     devices: Sequence[torch.device] = (),
     dtypes: Sequence[str | None] = (),
 ) -> Search:
-    """Looks for what can draft for the target. Something that cannot be read is not found, and never an error.
+    """Looks for what can draft for the target. Something that cannot be read is not found, and
+    never an error.
 
-    `devices` are the target's and the draft's, `dtypes` the values of --dtype and --draft-dtype. Whether a model works, and how
-    much of it is accepted, was perhaps learned earlier in a run on such devices with these dtypes.
+    `devices` are the target's and the draft's, `dtypes` the values of --dtype and --draft-dtype.
+    Whether a model works, and how much of it is accepted, was perhaps learned earlier in a run on
+    such devices with these dtypes.
     """
     store = PartStore(unloaded(target))
     own = []
     size = _size(target.folder)
     for kind in HEADS:
         if (part := store.find(kind)) is not None:
-            own.append(_of_part(part, target, size, "in the model's own files" if kind == MTP else "trained here for this model"))
+            own.append(
+                _of_part(
+                    part,
+                    target,
+                    size,
+                    "in the model's own files" if kind == MTP else "trained here for this model",
+                )
+            )
 
     folders = dict(_places(target))
     state = search_state([target.folder.resolve(), *folders.values()])
@@ -148,7 +185,14 @@ def search(
 
     tokens = len(target.tokenizer.vocabulary()) if folders else 0
     judged = [_judged(name, folder, target, (size, tokens)) for name, folder in folders.items()]
-    made = Search(target.folder, conditions, folders, state, own, _ordered([each for each in judged if each is not None]))
+    made = Search(
+        target.folder,
+        conditions,
+        folders,
+        state,
+        own,
+        _ordered([each for each in judged if each is not None]),
+    )
     made.keep()
     return made
 
@@ -158,7 +202,8 @@ def _conditions(
     devices: Sequence[torch.device],
     dtypes: Sequence[str | None],
 ) -> str:
-    """Returns, as text, that on which it depends whether models can be loaded, and what the target accepts."""
+    """Returns, as text, that on which it depends whether models can be loaded, and what the target
+    accepts."""
     options = source.backend, source.trust_remote_code, source.exact
     limits = source.context, source.repetition_penalty
     return json.dumps([*options, *limits, [device.type for device in devices], list(dtypes)])
@@ -181,30 +226,44 @@ def _restored(kept: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) ->
 
 def other_drafts(found: Sequence[Found], draft: LoadedModel | None) -> list[Found]:
     """Returns the draft models among what was found for a target, but for `draft`."""
-    return [each for each in found if each.kind == DRAFT_MODEL and (draft is None or each.folder != draft.folder)]
+    return [
+        each
+        for each in found
+        if each.kind == DRAFT_MODEL and (draft is None or each.folder != draft.folder)
+    ]
 
 
 def hint(target: str) -> str | None:
     """Returns which drafters were published for a target of this name, None if none is known."""
     for pattern, drafters, source in _PUBLISHED:
         if match := re.search(pattern, target.lower()):
-            return f"published for it: {match.expand(drafters)} (see github.com/{source}); -d or --head downloads one"
+            return (
+                f"published for it: {match.expand(drafters)} (see "
+                f"github.com/{source}); -d or --head downloads one"
+            )
     return None
 
 
 def unloaded(target: PreparedModel) -> Any:
     """Returns what finding parts needs of a `LoadedModel`, without weights."""
-    device, shape = torch.device("cpu"), target.shape
+    device = torch.device("cpu")
+    shape = target.shape
     model = SimpleNamespace(shape=shape, device=device)
     limit = shape.context_limit
     return SimpleNamespace(
-        name=target.name, folder=target.folder, prepared=target, device=device, context_limit=limit, model=model
+        name=target.name,
+        folder=target.folder,
+        prepared=target,
+        device=device,
+        context_limit=limit,
+        model=model,
     )
 
 
 def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
-    """Yields the names and places of models in and beside the target's folder, if the user named a place on this machine, and of
-    those in the hub cache. The place of a GGUF model is its first file."""
+    """Yields the names and places of models in and beside the target's folder, if the user named a
+    place on this machine, and of those in the hub cache. The place of a GGUF model is its first
+    file."""
     from huggingface_hub import constants
 
     here = target.folder.resolve()
@@ -235,8 +294,8 @@ def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
 def _models_of_a_collection(place: Path) -> list[Path]:
     """Returns the models in `place` if it is a folder of models.
 
-    It is one if at least half of its folders are models. Others, such as a home folder, hold what has nothing to do with the
-    target, and may hold what strangers put there.
+    It is one if at least half of its folders are models. Others, such as a home folder, hold what
+    has nothing to do with the target, and may hold what strangers put there.
     """
     folders = _folders(place)
     models = [model for model in map(_model_in, folders) if model is not None]
@@ -262,14 +321,16 @@ def _gguf_files(place: Path) -> list[Path]:
 
 
 def _size(model: Path) -> int:
-    """Returns about how many bytes a model's weights take when they are loaded: those of GGUF files become 16-bit numbers."""
+    """Returns about how many bytes a model's weights take when they are loaded: those of GGUF files
+    become 16-bit numbers."""
     if is_gguf(model):
         return 2 * sum(prod(shape) for shape, _ in stored_tensors(model).values())
     return bytes_of_weights(model)
 
 
 def _folders(place: Path) -> list[Path]:
-    """Returns the folders in `place` by name, but for hidden ones; at most `MOST_FOLDERS`, and none if it cannot be listed."""
+    """Returns the folders in `place` by name, but for hidden ones; at most `MOST_FOLDERS`, and none
+    if it cannot be listed."""
     try:
         names = sorted(os.listdir(place))
     except OSError:
@@ -290,10 +351,11 @@ def _time(folder: Path) -> float:
 
 
 def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, int]) -> Found | None:
-    """Returns what the folder's files show about it as a drafter for the target; None if it cannot be one.
+    """Returns what the folder's files show about it as a drafter for the target; None if it cannot
+    be one.
 
-    `sizes` are the bytes of the target's weights, and how many tokens its tokenizer has. The files are a stranger's, for which
-    libraries may raise anything.
+    `sizes` are the bytes of the target's weights, and how many tokens its tokenizer has. The files
+    are a stranger's, for which libraries may raise anything.
     """
     target_bytes, tokens = sizes
     with suppress(Exception):
@@ -310,24 +372,32 @@ def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, in
             return None
         # some tokenizers need transformers, whose import takes seconds
         is_readable = is_gguf(folder) or has_tokenizer(folder)
-        if is_readable and same_tokens(target.tokenizer, load_tokenizer(folder, config, False, name)):
+        if is_readable and same_tokens(
+            target.tokenizer, load_tokenizer(folder, config, False, name)
+        ):
             return _of_model(name, folder, config, target, own_bytes / target_bytes)
     return None
 
 
 def _width(config: Mapping[str, Any]) -> Any:
-    """Returns the width of the target's hidden states that a head with this config reads; None if the config is silent."""
+    """Returns the width of the target's hidden states that a head with this config reads; None if
+    the config is silent."""
     if "backbone_hidden_size" in config:  # of an assistant of Gemma 4
         return config["backbone_hidden_size"]
     inner = config.get("transformer_layer_config")
     return {**config, **(inner if isinstance(inner, dict) else {})}.get("hidden_size")
 
 
-def _of_model(name: str, folder: Path, config: Mapping[str, Any], target: PreparedModel, cost: float) -> Found:
-    """Returns a model with the target's tokenizer as a drafter, with a refusal if it cannot be run or lacks tensors."""
+def _of_model(
+    name: str, folder: Path, config: Mapping[str, Any], target: PreparedModel, cost: float
+) -> Found:
+    """Returns a model with the target's tokenizer as a drafter, with a refusal if it cannot be run
+    or lacks tensors."""
     is_related = text_config(config).get("model_type") == target.shape.model_type
     why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
-    found = Found(DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why)
+    found = Found(
+        DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why
+    )
     try:
         model = describe(folder, ModelSource(name))
         _ = model.generation, model.eos_ids
@@ -338,11 +408,14 @@ def _of_model(name: str, folder: Path, config: Mapping[str, Any], target: Prepar
     return found
 
 
-def _of_part(part: TrainedPart, target: PreparedModel, size: int, why: str, name: str = "") -> Found:
+def _of_part(
+    part: TrainedPart, target: PreparedModel, size: int, why: str, name: str = ""
+) -> Found:
     figures: Mapping[str, Any] = {} if part.description is None else part.description.figures
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     shares = [greedy] if isinstance(greedy, float) else greedy
-    acceptance, cost = fmean(shares) if shares else ASSUMED_OF_HEADS, bytes_of_weights(part.path) / size
+    acceptance = fmean(shares) if shares else ASSUMED_OF_HEADS
+    cost = bytes_of_weights(part.path) / size
     if part.kind == MTP and part.path == target.folder:
         cost = 1 / target.shape.num_layers
     why += ", measured in training" if shares else ""

@@ -1,6 +1,6 @@
-"""Remembers what was found to draft for a target, in the user's cache folder, for as long as the files that were looked at stay
-as they are: a later search only lists folders. Each way to run the target has its own memory. The files here may be deleted at
-any time.
+"""Remembers what was found to draft for a target, in the user's cache folder, for as long as the
+files that were looked at stay as they are: a later search only lists folders. Each way to run the
+target has its own memory. The files here may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FORMAT = 1  # of a search and of its file; a change of either is a new number
 
 
 def search_state(places: Sequence[Path]) -> str:
-    """Returns a hash that changes when one of these files, or a file in one of these folders, changes, and with the versions of
-    the libraries."""
+    """Returns a hash that changes when one of these files, or a file in one of these folders,
+    changes, and with the versions of the libraries."""
     listed = [[str(place), _entries(place)] for place in places]
     facts = json.dumps([_FORMAT, versions(), listed])
     return sha256(facts.encode("utf-8", "surrogateescape")).hexdigest()
@@ -50,7 +50,9 @@ def keep_search(
     `conditions` say how the models were run. Does nothing where the file cannot be written.
     """
     with suppress(OSError, ValueError):
-        write_whole(_file(target, conditions), json.dumps({"state": state, "found": list(found)}, indent=1))
+        write_whole(
+            _file(target, conditions), json.dumps({"state": state, "found": list(found)}, indent=1)
+        )
 
 
 def _file(target: Path, conditions: str) -> Path:
@@ -60,7 +62,8 @@ def _file(target: Path, conditions: str) -> Path:
 
 
 def _entries(place: Path) -> list[list[Any]]:
-    """Returns name, size and time of change of a file, or of each file in a folder; of a link, those of what it names."""
+    """Returns name, size and time of change of a file, or of each file in a folder; of a link,
+    those of what it names."""
     with suppress(OSError):
         return [_facts(place / name) for name in sorted(os.listdir(place))]
     return [_facts(place)]

@@ -73,48 +73,73 @@ def load(
     find: bool | Finding = False,
     profile: str | Path | None = None,
 ) -> Pair:
-    """Loads a target and an optional draft model. Each is named by its Hugging Face id or its folder.
+    """Loads a target and an optional draft model. Each is named by its Hugging Face id or its
+    folder.
 
-    If `target` is None, the small models that come with specgen are loaded. `device` `auto-map` spreads a target over all GPUs
-    and the CPU, as far as needed. `draft_device` None means the target's device, or a second GPU if `device` is `auto` and there
-    is one, or what fits best with `auto-map`. `announce` is called with a short description of each step. `process` is a process
-    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer` is the file or folder of
-    EESD's exit layer; None takes the one trained for this target on this machine, or the bundled target's. `head` is the folder
-    or Hugging Face id of a trained head (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for
-    this target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
-    two that supports the model. With `exact`, a token's logits have the same bits in all passes of the target, on a CPU or one
-    CUDA device; trees of drafts do not have this promise. `context` is the most tokens of prompt and output together, at most the
-    target's own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are in the context, and
-    multiplies the negative ones; None: the generation config's. `dtype` is for both models, unless `draft_dtype` names the draft
-    model's; `int8` and `int4` for the draft model round its weights, which changes what it drafts, but not the output's
-    distribution. The draft model's weights are loaded when first needed.
+    If `target` is None, the small models that come with specgen are loaded. `device` `auto-map`
+    spreads a target over all GPUs and the CPU, as far as needed. `draft_device` None means the
+    target's device, or a second GPU if `device` is `auto` and there is one, or what fits best with
+    `auto-map`. `announce` is called with a short description of each step. `process` is a process
+    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer`
+    is the file or folder of EESD's exit layer; None takes the one trained for this target on this
+    machine, or the bundled target's. `head` is the folder or Hugging Face id of a trained head
+    (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for this
+    target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or
+    `auto` for the first of the two that supports the model. With `exact`, a token's logits have the
+    same bits in all passes of the target, on a CPU or one CUDA device; trees of drafts do not have
+    this promise. `context` is the most tokens of prompt and output together, at most the target's
+    own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are
+    in the context, and multiplies the negative ones; None: the generation config's. `dtype` is for
+    both models, unless `draft_dtype` names the draft model's; `int8` and `int4` for the draft model
+    round its weights, which changes what it drafts, but not the output's distribution. The draft
+    model's weights are loaded when first needed.
 
-    With `find`, heads and a smaller model on this machine are looked for that can draft for the target; they are used where none
-    is named. Such a model's weights are loaded at once: one that cannot be loaded is left out, and so is one of which the target
-    accepts too little in a short trial, which is made once. `find` can also be `untried` (no trial is made), `unloaded` (nor are
+    With `find`, heads and a smaller model on this machine are looked for that can draft for the
+    target; they are used where none is named. Such a model's weights are loaded at once: one that
+    cannot be loaded is left out, and so is one of which the target accepts too little in a short
+    trial, which is made once. `find` can also be `untried` (no trial is made), `unloaded` (nor are
     the weights loaded: PEARL may load them in another process) or `heads` (no model is looked for).
 
-    Calls of `generate` and `rounds` without a method take the tuned profile in the folder `profile`; None: the one that
-    `specgen tune` saved for this pair, if it fits; `none`: no profile. A named one's draft dtype and exit layer are taken too.
+    Calls of `generate` and `rounds` without a method take the tuned profile in the folder
+    `profile`; None: the one that `specgen tune` saved for this pair, if it fits; `none`: no
+    profile. A named one's draft dtype and exit layer are taken too.
 
-    Under torchrun, the target is split over the processes. This function returns only in the first one; in the others it computes
-    their share of each pass, and ends the process when the first one ends. Raises SpecgenError for options that do not fit
-    together and for a model that is not found, is damaged or cannot be run as asked, and RunError if memory is short.
+    Under torchrun, the target is split over the processes. This function returns only in the first
+    one; in the others it computes their share of each pass, and ends the process when the first one
+    ends. Raises SpecgenError for options that do not fit together and for a model that is not
+    found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
-    named = {"target": target, "draft": draft, "revision": revision, "draft_revision": draft_revision}
+    named = {
+        "target": target,
+        "draft": draft,
+        "revision": revision,
+        "draft_revision": draft_revision,
+    }
     models = {name: None if value is None else str(value) for name, value in named.items()}
     check_models(models, backend, draft_dtype)
-    sources = model_sources(**models, trust_remote_code=trust_remote_code, offline=offline, backend=backend)
+    sources = model_sources(
+        **models, trust_remote_code=trust_remote_code, offline=offline, backend=backend
+    )
     if repetition_penalty is not None:
-        repetition_penalty = float(Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty))
-    if target is not None and draft is not None and (folder := assistant_folder(sources[1], announce)) is not None:
+        repetition_penalty = float(
+            Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty)
+        )
+    if (
+        target is not None
+        and draft is not None
+        and (folder := assistant_folder(sources[1], announce)) is not None
+    ):
         head = folder
         del sources[1]
-    sources[0] = replace(sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty)
+    sources[0] = replace(
+        sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty
+    )
     if profile is not None and exit_layer is None and (Path(profile) / EXIT_WEIGHTS).is_file():
         exit_layer = profile
     try:
-        pair = _load(sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find)
+        pair = _load(
+            sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find
+        )
         pair.parts.is_bundled = target is None
         if exit_layer is not None:
             pair.parts.name(Path(exit_layer), is_exit=True)
@@ -122,7 +147,9 @@ def load(
             folder = head_folder(head, offline, announce)
             pair.parts.name(folder, is_exit=(folder / EXIT_WEIGHTS).is_file())
         if str(profile) != NO_PROFILE:
-            pair = _with_profile(pair, None if profile is None else Path(profile), draft_dtype, process)
+            pair = _with_profile(
+                pair, None if profile is None else Path(profile), draft_dtype, process
+            )
     except BaseException:
         if process is not None:
             process.close()
@@ -130,11 +157,15 @@ def load(
     return pair
 
 
-def _with_profile(pair: Pair, folder: Path | None, draft_dtype: str | None, process: DraftProcess | None) -> Pair:
-    """Returns the pair with the place of its tuned profile: `folder`, or None for where `specgen tune` saves it.
+def _with_profile(
+    pair: Pair, folder: Path | None, draft_dtype: str | None, process: DraftProcess | None
+) -> Pair:
+    """Returns the pair with the place of its tuned profile: `folder`, or None for where `specgen
+    tune` saves it.
 
-    The draft's weights are rounded as in the tuning of a named profile, unless `draft_dtype` is given. Raises SpecgenError if a
-    named profile cannot be read, or was made for other models or another machine.
+    The draft's weights are rounded as in the tuning of a named profile, unless `draft_dtype` is
+    given. Raises SpecgenError if a named profile cannot be read, or was made for other models or
+    another machine.
     """
     if folder is not None:
         from specgen.pair import profile as profiles  # imports pydantic
@@ -152,10 +183,13 @@ def _with_profile(pair: Pair, folder: Path | None, draft_dtype: str | None, proc
 
 
 def assistant_folder(draft: ModelSource, announce: Callable[[str], None]) -> Path | None:
-    """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its target; None: it is none."""
+    """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its
+    target; None: it is none."""
     given = draft.location, draft.revision, draft.offline, draft.trust_remote_code
     folder = model_path(*given, announce)
-    return folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
+    return (
+        folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
+    )
 
 
 def model_sources(
@@ -167,16 +201,22 @@ def model_sources(
     offline: bool,
     backend: str = "auto",
 ) -> list[ModelSource]:
-    """Returns what describes where to load the target from, then the same for the draft model if there is one.
+    """Returns what describes where to load the target from, then the same for the draft model if
+    there is one.
 
-    Nothing is looked up yet, and nothing raised. If `target` is None, both are the models that come with specgen, and `draft` is
-    None too. The other arguments are those of `load`.
+    Nothing is looked up yet, and nothing raised. If `target` is None, both are the models that come
+    with specgen, and `draft` is None too. The other arguments are those of `load`.
     """
     if target is None:
-        return [ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend) for role in demo.ROLES]
+        return [
+            ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend)
+            for role in demo.ROLES
+        ]
     sources = [ModelSource(target, None, revision, trust_remote_code, offline, backend)]
     if draft is not None:
-        sources.append(ModelSource(draft, None, draft_revision, trust_remote_code, offline, backend))
+        sources.append(
+            ModelSource(draft, None, draft_revision, trust_remote_code, offline, backend)
+        )
     return sources
 
 
@@ -189,41 +229,60 @@ def _load(
     *,
     find: bool | Finding = False,
 ) -> Pair:
-    """Loads the models. With `find`, also a draft model that is found on this machine. `named` are the device names that the user
-    gave for the target and for the draft model.
+    """Loads the models. With `find`, also a draft model that is found on this machine. `named` are
+    the device names that the user gave for the target and for the draft model.
 
-    `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
+    `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it
+    too.
     """
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
-    target, *drafts = [prepare(replace(source, on_mps=device.type == "mps"), announce) for source, device in on_device]
+    target, *drafts = [
+        prepare(replace(source, on_mps=device.type == "mps"), announce)
+        for source, device in on_device
+    ]
     choices = choose_dtypes([target, *drafts], devices, dtypes)
-    placement, layer_devices = place(named[0], [target, *drafts], choices, named[1]), None
+    placement = place(named[0], [target, *drafts], choices, named[1])
+    layer_devices = None
     if placement is not None:
         layer_devices = placement.layer_devices
         if target.source.exact and layer_devices is not None:
             raise _not_exact(f"{target.name} needs several devices")
         if choices[0].quantise is not None and layer_devices is not None:
-            raise SpecgenError("--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out")
+            raise SpecgenError(
+                "--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out"
+            )
         devices = placement.device, placement.draft_device or devices[1]
         choices = choose_dtypes([target, *drafts], devices, dtypes)
     if placement is None:
         for model, on, choice in zip([target, *drafts], devices, choices, strict=False):
             check_room(model, on, choice)
-    target, draft = as_chosen(target, choices[0], is_target=True), None
+    target = as_chosen(target, choices[0], is_target=True)
+    draft = None
     if drafts:
-        translation, refusal = None, None
+        translation = None
+        refusal = None
         try:
             translation = translation_between(target, drafts[0])
         except NoTokenBytes as error:
             refusal = error
         chosen = choices[-1]
-        draft = LoadedModel(as_chosen(drafts[0], chosen), devices[1], chosen.dtype, translation, refusal, chosen.warning)
+        draft = LoadedModel(
+            as_chosen(drafts[0], chosen),
+            devices[1],
+            chosen.dtype,
+            translation,
+            refusal,
+            chosen.warning,
+        )
     worker = None if find else _worker(process, draft, devices[0])
     load_target: Loader | None = None
     if machine.launch() is not None:
         if placement is not None:
-            raise SpecgenError("--device auto-map is for one process, and torchrun started several", "Leave one of the two out")
+            raise SpecgenError(
+                "--device auto-map is for one process, and torchrun started several",
+                "Leave one of the two out",
+            )
         from specgen.engine.spread.shards import load_distributed
 
         load_target = load_distributed
@@ -247,12 +306,15 @@ def _with_model(
     process: DraftProcess | None,
     announce: Callable[[str], None],
 ) -> Pair:
-    """Returns the pair with the first model that was found for the target, is expected to gain, and can be used.
+    """Returns the pair with the first model that was found for the target, is expected to gain, and
+    can be used.
 
-    Without a draft model where there is none. `find` is as in `load`, the rest as in `with_found`. What is learned about the
-    models is remembered.
+    Without a draft model where there is none. `find` is as in `load`, the rest as in `with_found`.
+    What is learned about the models is remembered.
     """
-    models = [each for each in pair.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN]
+    models = [
+        each for each in pair.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN
+    ]
     for found in [] if find == "heads" else models[:MOST_TRIED]:
         learned = found
         try:
@@ -284,11 +346,17 @@ def _reason(error: Exception) -> str:
     """Returns why a model that was found does not work, in one line."""
     if isinstance(error, SpecgenError):
         return error.message
-    return shorten(one_line(" ".join(str(error).split())), 160, placeholder=" …") or type(error).__name__
+    return (
+        shorten(one_line(" ".join(str(error).split())), 160, placeholder=" …")
+        or type(error).__name__
+    )
 
 
-def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[torch.device, torch.device]:
-    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact` cannot be kept on the target's.
+def _devices(
+    device: str, draft_device: str | None, *, exact: bool
+) -> tuple[torch.device, torch.device]:
+    """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact`
+    cannot be kept on the target's.
 
     Under torchrun, it returns only in the first process; see `load`.
     """
@@ -307,29 +375,41 @@ def _devices(device: str, draft_device: str | None, *, exact: bool) -> tuple[tor
 
 
 def _not_exact(why: str) -> SpecgenError:
-    return SpecgenError(f"--exact is for the CPU and for one CUDA device, and {why}", "Add --device cpu, or leave it out")
+    return SpecgenError(
+        f"--exact is for the CPU and for one CUDA device, and {why}",
+        "Add --device cpu, or leave it out",
+    )
 
 
 def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None) -> Pair:
-    """Returns another pair of the same target and trained parts. The draft model's weights are rounded to `name`, such as `int8`.
+    """Returns another pair of the same target and trained parts. The draft model's weights are
+    rounded to `name`, such as `int8`.
 
-    `process` is a process started earlier to run this draft model for PEARL; None starts one when PEARL first runs. Both pairs
-    can be used in turn. Raises SpecgenError if the draft model cannot be rounded so.
+    `process` is a process started earlier to run this draft model for PEARL; None starts one when
+    PEARL first runs. Both pairs can be used in turn. Raises SpecgenError if the draft model cannot
+    be rounded so.
     """
     draft = pair.draft
     assert draft is not None
     chosen = choose_draft_dtype(name, "auto", draft.prepared, draft.device)
     if chosen.warning is not None:
         raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
-    rounded = LoadedModel(as_chosen(draft.prepared, chosen), draft.device, chosen.dtype, draft.translation, draft.refusal)
+    rounded = LoadedModel(
+        as_chosen(draft.prepared, chosen),
+        draft.device,
+        chosen.dtype,
+        draft.translation,
+        draft.refusal,
+    )
     return _with_draft(pair, rounded, process)
 
 
 def as_tuned(pair: Pair, profile: Profile, process: DraftProcess | None = None) -> Pair:
-    """Returns the pair as the profile was made with it: its draft's weights are rounded so, and the costs of its rounds known.
+    """Returns the pair as the profile was made with it: its draft's weights are rounded so, and the
+    costs of its rounds known.
 
-    Texts with a seed depend on these costs, so this is to be done before the first one. `process` and errors as for
-    `with_draft_dtype`.
+    Texts with a seed depend on these costs, so this is to be done before the first one. `process`
+    and errors as for `with_draft_dtype`.
     """
     dtype = profile.draft_dtype
     if dtype is not None and pair.draft is not None and pair.draft.dtype_name != dtype:
@@ -345,12 +425,15 @@ def with_found(
     device: torch.device | None = None,
     process: DraftProcess | None = None,
 ) -> Pair:
-    """Returns another pair of the same target and trained parts, with a draft model that was found for the target.
+    """Returns another pair of the same target and trained parts, with a draft model that was found
+    for the target.
 
-    `dtypes` are the values of --dtype and --draft-dtype. `device` None: that of the pair's draft model, else the target's. See
-    `with_draft_dtype`.
+    `dtypes` are the values of --dtype and --draft-dtype. `device` None: that of the pair's draft
+    model, else the target's. See `with_draft_dtype`.
     """
-    prepared = describe(found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend))
+    prepared = describe(
+        found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend)
+    )
     if device is None:
         device = pair.target.device if pair.draft is None else pair.draft.device
     chosen = choose_draft_dtype(dtypes[1], dtypes[0], prepared, device)
@@ -368,15 +451,25 @@ def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) ->
     return other
 
 
-def _worker(process: DraftProcess | None, draft: LoadedModel | None, target: torch.device) -> DraftWorker | None:
-    """Returns the worker that runs the draft model for PEARL in a process of its own, at the same time as the target.
+def _worker(
+    process: DraftProcess | None, draft: LoadedModel | None, target: torch.device
+) -> DraftWorker | None:
+    """Returns the worker that runs the draft model for PEARL in a process of its own, at the same
+    time as the target.
 
-    Returns None, and ends `process`, if there is no draft model for it, if processes cannot be started, or if both models are on
-    the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA streams of one process run
-    concurrently.
+    Returns None, and ends `process`, if there is no draft model for it, if processes cannot be
+    started, or if both models are on the same accelerator: there, kernels of two processes take
+    turns, while kernels of two CUDA streams of one process run concurrently.
     """
-    if draft is not None and draft.refusal is None and is_possible() and (target.type == "cpu" or target != draft.device):
-        return DraftWorker.of_process(process, draft.prepared, draft.device, draft.dtype, draft.translation)
+    if (
+        draft is not None
+        and draft.refusal is None
+        and is_possible()
+        and (target.type == "cpu" or target != draft.device)
+    ):
+        return DraftWorker.of_process(
+            process, draft.prepared, draft.device, draft.dtype, draft.translation
+        )
     if process is not None:
         process.close()
     return None

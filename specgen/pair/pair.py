@@ -1,4 +1,5 @@
-"""A loaded target and, if there is one, its draft model, with the functions that decode with them. `specgen.load` returns it."""
+"""A loaded target and, if there is one, its draft model, with the functions that decode with them.
+`specgen.load` returns it."""
 
 from __future__ import annotations
 
@@ -49,20 +50,25 @@ def _in_turn(function: Callable[Concatenate[Pair, P], T]) -> Callable[Concatenat
 
 
 class Pair:
-    """A target and its draft model (or none), for any number of decoding runs, one after the other or in turns.
+    """A target and its draft model (or none), for any number of decoding runs, one after the other
+    or in turns.
 
-    Threads may share a pair: their calls wait for one another, and rounds of unfinished runs are made in turns. The models' KV
-    caches stay between runs.
+    Threads may share a pair: their calls wait for one another, and rounds of unfinished runs are
+    made in turns. The models' KV caches stay between runs.
     """
 
     def __init__(self, models: LoadedModels) -> None:
         self.models = models
-        self.target, self.draft, self.tokenizer = models.target, models.draft, models.tokenizer
+        self.target = models.target
+        self.draft = models.draft
+        self.tokenizer = models.tokenizer
         self.parts = models.parts
         self.measurements = models.measurements
         self.lock = models.lock
-        self.searched: Search | None = None  # what `load` found for the target, if it was asked to look
-        # Where the tuned profile is that chooses the method of calls without one; None: nowhere, and the default method decodes.
+        # what `load` found for the target, if it was asked to look
+        self.searched: Search | None = None
+        # Where the tuned profile is that chooses the method of calls without one; None: nowhere,
+        # and the default method decodes.
         self.profile_from: ProfileSource | None = None
         self._profiles: dict[tuple[float, ...], Profile | None] = {}  # by sampling parameters
 
@@ -72,7 +78,8 @@ class Pair:
         return () if self.searched is None else self.searched.found
 
     def learn(self, found: Found) -> None:
-        """Takes over what was learned about something that was found for the target, and stores it for later searches."""
+        """Takes over what was learned about something that was found for the target, and stores it
+        for later searches."""
         if self.searched is not None:
             self.searched = self.searched.learned(found)
             self.searched.keep()
@@ -90,11 +97,13 @@ class Pair:
     ) -> Iterator[Round]:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
-        `prompt` is text, token ids, or messages for the model's chat template: dictionaries with `role` and `content`. `method`
-        None takes the method and the settings of the tuned profile that fits the pair and the sampling (see `load`), else, and
-        with settings, the default method. `sampling` None is greedy decoding. `settings` are the method's, and fields of
-        `sampling` by name. `record` adds to each round how close the target's and the draft's probabilities are, which takes
-        time. Invalid arguments raise SpecgenError at the call, before the first round.
+        `prompt` is text, token ids, or messages for the model's chat template: dictionaries with
+        `role` and `content`. `method` None takes the method and the settings of the tuned profile
+        that fits the pair and the sampling (see `load`), else, and with settings, the default
+        method. `sampling` None is greedy decoding. `settings` are the method's, and fields of
+        `sampling` by name. `record` adds to each round how close the target's and the draft's
+        probabilities are, which takes time. Invalid arguments raise SpecgenError at the call,
+        before the first round.
         """
         request = self.request(prompt, method, sampling, record=record, **settings)
         return self.run(request).rounds()
@@ -135,13 +144,15 @@ class Pair:
     ) -> Result | list[Result]:
         """Decodes the whole output and returns it. Arguments as for `rounds`.
 
-        `prompt` may also be a list of prompts, which are decoded one after the other: then a list of results is returned.
-        `perplexity` adds the output's perplexity under the target to the summary; methods that do not keep the target's
-        distribution always get it.
+        `prompt` may also be a list of prompts, which are decoded one after the other: then a list
+        of results is returned. `perplexity` adds the output's perplexity under the target to the
+        summary; methods that do not keep the target's distribution always get it.
         """
         prompts = several(prompt)
         given = [prompt] if prompts is None else prompts
-        requests = [self.request(each, method, sampling, record=record, **settings) for each in given]
+        requests = [
+            self.request(each, method, sampling, record=record, **settings) for each in given
+        ]
         results = [self._result(request, perplexity=perplexity) for request in requests]
         return results[0] if prompts is None else results
 
@@ -154,7 +165,9 @@ class Pair:
         if perplexity or not request.method.lossless:
             summary.add_log_likelihood(self.log_likelihood(request.prompt_ids, summary.token_ids))
         text = output_text(request, self.tokenizer, summary.token_ids)
-        return Result(text, summary.token_ids, rounds, summary.as_dict(text, run.finish_reason or "length"))
+        return Result(
+            text, summary.token_ids, rounds, summary.as_dict(text, run.finish_reason or "length")
+        )
 
     def request(
         self,
@@ -165,7 +178,8 @@ class Pair:
         record: bool = False,
         **settings: object,
     ) -> Request:
-        """Returns the arguments, which are those of `rounds`, checked and with the prompt as token ids, for `prepare` and `run`.
+        """Returns the arguments, which are those of `rounds`, checked and with the prompt as token
+        ids, for `prepare` and `run`.
 
         Raises SpecgenError for invalid arguments.
         """
@@ -175,10 +189,13 @@ class Pair:
         if method is not None:
             name, written = methods.split(str(method))
         elif profile is not None:
-            name, written = profile.chosen.method, profile.chosen.settings
+            name = profile.chosen.method
+            written = profile.chosen.settings
         else:
-            name, written = methods.DEFAULT_METHOD, {}
-        chosen, settings = methods.find(name), {**written, **settings}
+            name = methods.DEFAULT_METHOD
+            written = {}
+        chosen = methods.find(name)
+        settings = {**written, **settings}
         exit_name = str(settings.get("exit", DEFAULT_PART))
         with self.lock:  # it may load the part
             has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
@@ -191,15 +208,20 @@ class Pair:
         costs = None if profile is None else profile.measured.costs
         return Request(chosen, resolved, policy, sampling, prompt_ids, limit, record, costs)
 
-    def _profile_of_call(self, sampling: SamplingParams | None, settings: Mapping[str, object]) -> Profile | None:
-        """Returns the tuned profile that decides for a call that names no method, the one for this sampling. None if there is no
-        such profile, or if the call has settings of a method."""
+    def _profile_of_call(
+        self, sampling: SamplingParams | None, settings: Mapping[str, object]
+    ) -> Profile | None:
+        """Returns the tuned profile that decides for a call that names no method, the one for this
+        sampling. None if there is no such profile, or if the call has settings of a method."""
         own = dict(settings)
         wanted = sampling_with(sampling, own, self.target, "")
-        return None if own or self.profile_from is None else self._profile(self.profile_from, wanted)
+        return (
+            None if own or self.profile_from is None else self._profile(self.profile_from, wanted)
+        )
 
     def _profile(self, source: ProfileSource, sampling: SamplingParams) -> Profile | None:
-        """Returns the tuned profile that fits this pair and sampling; None if there is none. It is looked for once."""
+        """Returns the tuned profile that fits this pair and sampling; None if there is none. It is
+        looked for once."""
         key = tuple(sampling.warping.values())
         with self.lock:
             if key not in self._profiles:
@@ -208,8 +230,9 @@ class Pair:
 
     @_in_turn
     def prepare(self, request: Request) -> Run:
-        """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits until the process that runs the
-        draft model is ready, so that the first round need not wait."""
+        """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits
+        until the process that runs the draft model is ready, so that the first round need not
+        wait."""
         run = self.run(request)
         if isinstance(run.schedule, Parallel):
             run.schedule.ready()
@@ -219,9 +242,11 @@ class Pair:
     def run(self, request: Request) -> Run:
         """Returns a run of the request, ready to start: `run(request).rounds()` decodes.
 
-        Loads the draft model if the method runs it in this process. Measures or searches the values of settings that are `auto`,
-        unless an earlier call, also of another process on this machine, has stored them. For a repeatable request they follow
-        from the models' sizes instead. Without a seed in the request, each run draws a random one, and a repeatable one takes 0.
+        Loads the draft model if the method runs it in this process. Measures or searches the values
+        of settings that are `auto`, unless an earlier call, also of another process on this
+        machine, has stored them. For a repeatable request they follow from the models' sizes
+        instead. Without a seed in the request, each run draws a random one, and a repeatable one
+        takes 0.
         """
         self.models.check_open()
         return request.method.start(self.models, request)
@@ -230,7 +255,8 @@ class Pair:
 
     @_in_turn
     def log_likelihood(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> float:
-        """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at temperature 1 and without penalties.
+        """Returns the target's log-likelihood (nats) of `token_ids` after the prompt, at
+        temperature 1 and without penalties.
 
         Runs the target on the tokens that its KV cache does not hold.
         """
@@ -247,32 +273,40 @@ class Pair:
     ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
-        Loads the draft model's weights if later runs need them in this process: those of methods that draft before each target
-        pass (`sequential`), or of PEARL (`parallel`) if no other process drafts for it. `announce` is called with a short
-        description of each step. If a loaded model is on the CPU, also sets torch's number of threads for the whole process, to
-        what suits this pair. So a library that uses specgen should not call it. `remembered`: takes the number of threads that an
-        earlier process has measured for this pair, if any, and then runs no pass.
+        Loads the draft model's weights if later runs need them in this process: those of methods
+        that draft before each target pass (`sequential`), or of PEARL (`parallel`) if no other
+        process drafts for it. `announce` is called with a short description of each step. If a
+        loaded model is on the CPU, also sets torch's number of threads for the whole process, to
+        what suits this pair. So a library that uses specgen should not call it. `remembered`: takes
+        the number of threads that an earlier process has measured for this pair, if any, and then
+        runs no pass.
         """
-        self.models.warm_up(announce, sequential=sequential, parallel=parallel, remembered=remembered)
+        self.models.warm_up(
+            announce, sequential=sequential, parallel=parallel, remembered=remembered
+        )
 
     @_in_turn
     def reserve(self, capacity: int) -> None:
         """Makes the KV caches of all later runs large enough for `capacity` tokens at once.
 
-        A cache that grows is allocated anew, which would make passes invalid that were captured as CUDA graphs.
+        A cache that grows is allocated anew, which would make passes invalid that were captured as
+        CUDA graphs.
         """
         self.models.reserve(capacity)
 
     @_in_turn
     def forget(self) -> None:
-        """Empties all KV caches and forgets earlier outputs, so that the next run computes everything. For measurements."""
+        """Empties all KV caches and forgets earlier outputs, so that the next run computes
+        everything. For measurements."""
         self.models.forget()
 
     @_in_turn
     def close(self) -> None:
-        """Ends the process that runs the draft model, and stores the costs of drafting that runs have learned.
+        """Ends the process that runs the draft model, and stores the costs of drafting that runs
+        have learned.
 
-        Then a new run cannot begin (SpecgenError). Runs that have begun can be finished, except PEARL's (RunError).
+        Then a new run cannot begin (SpecgenError). Runs that have begun can be finished, except
+        PEARL's (RunError).
         """
         self.models.close()
 
@@ -284,7 +318,8 @@ class Pair:
 
 
 def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
-    """Returns the target's devices, and the draft model's if there is one and `method` is None or uses it."""
+    """Returns the target's devices, and the draft model's if there is one and `method` is None or
+    uses it."""
     found = list(pair.target.devices)
     if pair.draft is not None and (method is None or method.uses_draft_model):
         found += pair.draft.devices

@@ -54,7 +54,8 @@ class Choice(_StrictModel):
 
 
 class Tuned(_StrictModel):
-    """The best settings of one method with their speeds in tokens per second. The fields are explained in `Candidate`."""
+    """The best settings of one method with their speeds in tokens per second. The fields are
+    explained in `Candidate`."""
 
     model_config = ConfigDict(from_attributes=True, populate_by_name=True)
 
@@ -69,18 +70,22 @@ class Tuned(_StrictModel):
     tried: Any = Field(default=None, exclude=True)  # in older profiles, and not read
 
 
-# The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then by number of tokens.
-Costs = Annotated[RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerializer(RoundCosts.as_dict)]
+# The seconds of a round under the keys of `RoundCosts.as_dict`; tables are by context length, then
+# by number of tokens.
+Costs = Annotated[
+    RoundCosts, PlainValidator(RoundCosts.of_dict), PlainSerializer(RoundCosts.as_dict)
+]
 
 
 class Measured(_StrictModel):
     """What a tuning measured, and on how many prompts and new tokens per prompt.
 
-    `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were chosen; None in older profiles.
-    `acceptance` is the mean probability that the target accepts a drafted token, None without drafts. `costs` are the seconds of
-    a round, by what a round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
-    (PEARL). `rounding` has the fields of `RoundingCost`, None if the weights are not rounded or it was not measured. `learned` is
-    in older profiles, and not read.
+    `prompt_fingerprints` (`Prompt.fingerprint`) identify the prompts on which the settings were
+    chosen; None in older profiles. `acceptance` is the mean probability that the target accepts a
+    drafted token, None without drafts. `costs` are the seconds of a round, by what a round runs:
+    `echo` (the target alone), `model` (the draft model), `exit` (the exit layer), `parallel`
+    (PEARL). `rounding` has the fields of `RoundingCost`, None if the weights are not rounded or it
+    was not measured. `learned` is in older profiles, and not read.
     """
 
     prompts: Count
@@ -95,9 +100,10 @@ class Measured(_StrictModel):
 class Profile(_StrictModel):
     """The content of `profile.yaml`.
 
-    `fits` are the conditions under which it is valid, `methods` the best settings of each tuned method, `chosen` the recommended
-    method. `speedup` is that of the chosen method over plain decoding, measured, or expected if it was not run on the real
-    models. `verdict` says whether speculation is faster than plain decoding (see `TuningOutcome.verdict`).
+    `fits` are the conditions under which it is valid, `methods` the best settings of each tuned
+    method, `chosen` the recommended method. `speedup` is that of the chosen method over plain
+    decoding, measured, or expected if it was not run on the real models. `verdict` says whether
+    speculation is faster than plain decoding (see `TuningOutcome.verdict`).
     """
 
     version: Literal[1]
@@ -113,7 +119,10 @@ class Profile(_StrictModel):
     @model_validator(mode="after")
     def _is_known(self) -> Profile:
         """Refuses settings that methods do not have."""
-        tuned = [(self.chosen.method, self.chosen.settings), *((name, entry.settings) for name, entry in self.methods.items())]
+        tuned = [
+            (self.chosen.method, self.chosen.settings),
+            *((name, entry.settings) for name, entry in self.methods.items()),
+        ]
         for name, settings in tuned:
             try:
                 methods.resolve(methods.find(name), settings)
@@ -123,7 +132,8 @@ class Profile(_StrictModel):
 
     @property
     def draft_dtype(self) -> str | None:
-        """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that, else None."""
+        """`int8` or `int4` if the settings are for a draft model whose weights are rounded to that,
+        else None."""
         dtype = flat(self.fits).get("draft dtype")
         return dtype if dtype in QUANTISED else None
 
@@ -142,17 +152,23 @@ class Profile(_StrictModel):
         return None
 
     def mismatch(self, now: Conditions) -> str | None:
-        """Describes the first difference between the profile's conditions and the present ones, `now`; None if there is none."""
-        before, current = flat(self.fits), flat(now)
+        """Describes the first difference between the profile's conditions and the present ones,
+        `now`; None if there is none."""
+        before = flat(self.fits)
+        current = flat(now)
         for name in before | current:
-            old, new = before.get(name), current.get(name)
+            old = before.get(name)
+            new = current.get(name)
             if old != new and not (name.startswith("head") and self.fits.get("heads") is None):
                 return f"{name} was {old or 'none'}, and is {new or 'none'}"
         return None
 
-    def mismatch_with(self, now: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool) -> str | None:
-        """Describes the first difference between what the profile was made for and the present conditions and sampling; None if
-        there is none. `any_draft_dtype`: see `profile_search.find`."""
+    def mismatch_with(
+        self, now: Conditions, sampling: SamplingParams, *, any_draft_dtype: bool
+    ) -> str | None:
+        """Describes the first difference between what the profile was made for and the present
+        conditions and sampling; None if there is none. `any_draft_dtype`: see
+        `profile_search.find`."""
         why = self.mismatch(with_rounded_draft(now, self.draft_dtype) if any_draft_dtype else now)
         for name, requested in sampling.warping.items():
             tuned = getattr(self.sampling, name)
@@ -162,17 +178,21 @@ class Profile(_StrictModel):
 
 
 def save(profile: Profile, folder: Path) -> Path:
-    """Writes the profile into `folder` atomically and returns its path. Raises RunError if it cannot be written."""
+    """Writes the profile into `folder` atomically and returns its path. Raises RunError if it
+    cannot be written."""
     path = folder / FILE
     content = profile.model_dump(by_alias=True)
     try:
         write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))
     except OSError as error:
         why = error.strerror or error
-        raise RunError(f"cannot write {path}: {why}", "Make room, or name another folder: --out DIR") from error
+        raise RunError(
+            f"cannot write {path}: {why}", "Make room, or name another folder: --out DIR"
+        ) from error
     return path
 
 
 def load(folder: Path) -> Profile:
-    """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is missing or not valid."""
+    """Reads the profile in a folder. Raises SpecgenError with a message of one line if it is
+    missing or not valid."""
     return schema.read(folder / FILE, Profile, "profile", TUNE_AGAIN)

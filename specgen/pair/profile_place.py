@@ -1,5 +1,5 @@
-"""What a profile depends on, and the folder where `specgen tune` saves it. Imports neither pydantic nor PyYAML, which a start
-without a profile does not need.
+"""What a profile depends on, and the folder where `specgen tune` saves it. Imports neither pydantic
+nor PyYAML, which a start without a profile does not need.
 """
 
 from __future__ import annotations
@@ -16,32 +16,39 @@ if TYPE_CHECKING:
 
 FILE = "profile.yaml"
 
-# What a profile was made with. If any of it has changed, the profile is no longer valid.
-#
-# `target` and `draft` (None: there is none) are models: each one's name, a hash of its weights and config (`fingerprint`), and
-# the device and dtype it ran with. `exit_layer` is a hash of its files, `heads` has one for each kind of trained head (None in
-# profiles of older versions: not known), `translation` is a hash of the tokens that both models have, None if their tokenizers
-# are the same. `versions` are those of the installed packages, `machine` says what it ran on.
+# What a profile was made with. If any of it has changed, the profile is no longer valid.  `target`
+# and `draft` (None: there is none) are models: each one's name, a hash of its weights and config
+# (`fingerprint`), and the device and dtype it ran with. `exit_layer` is a hash of its files,
+# `heads` has one for each kind of trained head (None in profiles of older versions: not known),
+# `translation` is a hash of the tokens that both models have, None if their tokenizers are the
+# same. `versions` are those of the installed packages, `machine` says what it ran on.
 Conditions = dict[str, dict[str, Any] | str | None]
 
 
 def flat(conditions: Conditions) -> dict[str, Any]:
-    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as keys."""
+    """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as
+    keys."""
     found: dict[str, Any] = {}
     for field, value in conditions.items():
         name = field.removesuffix("s").replace("_", " ")
-        found |= {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        found |= (
+            {f"{name} {key}": each for key, each in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return found
 
 
 class ProfileSource(NamedTuple):
-    """Where to look for profiles: in `folder`, or if that is None in the folders where `specgen tune` saves them by default."""
+    """Where to look for profiles: in `folder`, or if that is None in the folders where `specgen
+    tune` saves them by default."""
 
     folder: Path | None = None
 
 
 class LoadedPair(Protocol):
-    """What a profile is for: a target, its draft model (None: there is none), and the parts trained for the target."""
+    """What a profile is for: a target, its draft model (None: there is none), and the parts trained
+    for the target."""
 
     target: LoadedModel
     draft: LoadedModel | None
@@ -49,14 +56,19 @@ class LoadedPair(Protocol):
 
 
 def profile_key_of(pair: LoadedPair) -> Conditions:
-    """Returns the conditions under which this pair runs now: models, trained parts, versions and machine. A profile made under
-    other ones does not fit."""
+    """Returns the conditions under which this pair runs now: models, trained parts, versions and
+    machine. A profile made under other ones does not fit."""
     from specgen.base.machine import machine, versions
     from specgen.engine.weights import weights_fingerprint
 
     def described(model: LoadedModel) -> dict[str, Any]:
         fingerprint = weights_fingerprint(model.folder)
-        return {"name": model.name, "fingerprint": fingerprint, "device": model.device_label, "dtype": model.dtype_name}
+        return {
+            "name": model.name,
+            "fingerprint": fingerprint,
+            "device": model.device_label,
+            "dtype": model.dtype_name,
+        }
 
     digests = pair.parts.digests()
     return {
@@ -64,15 +76,17 @@ def profile_key_of(pair: LoadedPair) -> Conditions:
         "draft": None if pair.draft is None else described(pair.draft),
         "exit_layer": digests.pop("exit", None),
         "heads": digests,
-        "translation": None if pair.draft is None or pair.draft.translation is None else pair.draft.translation.digest,
+        "translation": None
+        if pair.draft is None or pair.draft.translation is None
+        else pair.draft.translation.digest,
         "versions": versions(),
         "machine": machine(),
     }
 
 
 def with_rounded_draft(conditions: Conditions, dtype: str | None) -> Conditions:
-    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is None or without a draft
-    model."""
+    """Returns a profile's `conditions` with `dtype` as the draft model's. Unchanged if `dtype` is
+    None or without a draft model."""
     draft = conditions["draft"]
     if dtype is None or not isinstance(draft, dict):
         return conditions
@@ -80,9 +94,11 @@ def with_rounded_draft(conditions: Conditions, dtype: str | None) -> Conditions:
 
 
 def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
-    """Returns the default folder of a profile, named after the models, machine, device, dtype and sampling settings."""
+    """Returns the default folder of a profile, named after the models, machine, device, dtype and
+    sampling settings."""
     facts = flat(conditions)
-    target, draft = facts["target name"], facts.get("draft name")
+    target = facts["target name"]
+    draft = facts.get("draft name")
     parts = [facts["machine node"], facts["target device"], facts["target dtype"]]
     if draft is not None and facts["draft device"] != facts["target device"]:
         parts.append(f"draft-{facts['draft device']}")

@@ -1,4 +1,5 @@
-"""Finds the profile that fits a pair, for commands and for calls in Python. Imports pydantic and PyYAML only if there is one."""
+"""Finds the profile that fits a pair, for commands and for calls in Python. Imports pydantic and
+PyYAML only if there is one."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ if TYPE_CHECKING:
 
 
 def find(
-    pair: LoadedPair, sampling: SamplingParams, folder: Path | None = None, *, any_draft_dtype: bool = False
+    pair: LoadedPair,
+    sampling: SamplingParams,
+    folder: Path | None = None,
+    *,
+    any_draft_dtype: bool = False,
 ) -> tuple[Profile | None, str]:
-    """Returns the profile for this pair and sampling, and why there is none that can be used; empty if there is none at all.
+    """Returns the profile for this pair and sampling, and why there is none that can be used; empty
+    if there is none at all.
 
-    The profile is read from `folder`. If `folder` is None, it is read from the folder where `specgen tune` saves it by default;
-    where that has none, the reason names the latest one that was made for the same models on another device, dtype or machine, or
-    for other sampling. With `any_draft_dtype`, a profile that was made with rounded draft weights also fits a pair whose draft is
-    as it is stored. Raises SpecgenError where `folder` is given and its profile cannot be read.
+    The profile is read from `folder`. If `folder` is None, it is read from the folder where
+    `specgen tune` saves it by default; where that has none, the reason names the latest one that
+    was made for the same models on another device, dtype or machine, or for other sampling. With
+    `any_draft_dtype`, a profile that was made with rounded draft weights also fits a pair whose
+    draft is as it is stored. Raises SpecgenError where `folder` is given and its profile cannot be
+    read.
     """
     key = profile_key_of(pair)
     found_in = folder or default_folder(key, sampling)
@@ -47,4 +55,10 @@ def find(
     if why is None:
         return profile, ""
     kind = "stale" if path.parent == found_in else "for another run"
-    return None, f"the profile {path} is {kind}: {why}; it is not used. {profiles.TUNE_AGAIN}, with the same options"
+    return (
+        None,
+        (
+            f"the profile {path} is {kind}: {why}; it is not used. {profiles.TUNE_AGAIN}, "
+            "with the same options"
+        ),
+    )

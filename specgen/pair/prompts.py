@@ -23,7 +23,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The output of a finished decoding run. `text` ends before a stop string; `token_ids` are all new tokens.
+    """The output of a finished decoding run. `text` ends before a stop string; `token_ids` are all
+    new tokens.
 
     `summary` holds statistics of the run, the same as the last line of a trace file.
     """
@@ -34,8 +35,11 @@ class Result:
     summary: dict[str, Any]
 
 
-def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str, str]] = ()) -> list[dict[str, str]]:
-    """Returns a conversation for the chat template, up to the user's last message `prompt`; `system` None: no system message.
+def messages(
+    prompt: str, system: str | None = None, before: Sequence[tuple[str, str]] = ()
+) -> list[dict[str, str]]:
+    """Returns a conversation for the chat template, up to the user's last message `prompt`;
+    `system` None: no system message.
 
     `before` holds the earlier messages of the user, each with the model's answer.
     """
@@ -46,12 +50,16 @@ def messages(prompt: str, system: str | None = None, before: Sequence[tuple[str,
 
 
 def sampling_with(
-    sampling: SamplingParams | None, settings: dict[str, Any], target: LoadedModel, turn_end: str = ""
+    sampling: SamplingParams | None,
+    settings: dict[str, Any],
+    target: LoadedModel,
+    turn_end: str = "",
 ) -> SamplingParams:
-    """Returns `sampling` (None: greedy decoding) with the fields of it that `settings` has, which leave `settings`.
+    """Returns `sampling` (None: greedy decoding) with the fields of it that `settings` has, which
+    leave `settings`.
 
-    The output also ends before the stop strings of the target's generation config, and before the text `turn_end`, if it is not
-    empty, unless it goes on after end-of-sequence tokens.
+    The output also ends before the stop strings of the target's generation config, and before the
+    text `turn_end`, if it is not empty, unless it goes on after end-of-sequence tokens.
     """
     if not isinstance(sampling, SamplingParams | None):
         raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
@@ -66,27 +74,40 @@ def sampling_with(
 
 
 def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
-    """Returns the token ids of a prompt: text, messages for the chat template, or token ids already.
+    """Returns the token ids of a prompt: text, messages for the chat template, or token ids
+    already.
 
-    The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; empty if there is none, and for other
-    prompts. Raises SpecgenError for any other type, and for messages without role and content or that the template refuses.
+    The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; empty
+    if there is none, and for other prompts. Raises SpecgenError for any other type, and for
+    messages without role and content or that the template refuses.
     """
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt) if prompt else [], ""  # tokenizers may add special tokens to an empty text
+        # tokenizers may add special tokens to an empty text
+        return tokenizer.encode(prompt) if prompt else [], ""
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-        raise SpecgenError(f"the prompt is {shown(prompt)}", "Give text, token ids, or messages with role and content")
+        raise SpecgenError(
+            f"the prompt is {shown(prompt)}",
+            "Give text, token ids, or messages with role and content",
+        )
     given: list[Any] = list(prompt)
     if any(isinstance(each, str) for each in given):
-        raise SpecgenError(f"the prompt is {shown(given)} with text", "pair.generate takes several prompts, but this takes one")
+        raise SpecgenError(
+            f"the prompt is {shown(given)} with text",
+            "pair.generate takes several prompts, but this takes one",
+        )
     if not any(isinstance(each, Mapping) for each in given):
         return given, ""
     if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in given):
-        raise SpecgenError("the prompt has a message without role and content", 'Write [{"role": "user", "content": "..."}]')
+        raise SpecgenError(
+            "the prompt has a message without role and content",
+            'Write [{"role": "user", "content": "..."}]',
+        )
     return tokenizer.conversation(given), tokenizer.turn_end
 
 
 def several(prompt: object) -> list[Prompt] | None:
-    """Returns the prompts in a list of texts, of lists of token ids or of lists of messages; None if `prompt` is one prompt.
+    """Returns the prompts in a list of texts, of lists of token ids or of lists of messages; None
+    if `prompt` is one prompt.
 
     The first element decides.
     """
@@ -96,21 +117,24 @@ def several(prompt: object) -> list[Prompt] | None:
 
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
-    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt, and for an id below 0 or not
-    below `num_embeddings`."""
+    """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt,
+    and for an id below 0 or not below `num_embeddings`."""
     given = list(prompt_ids)
     if not given:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")
     for token in given:
         if not hasattr(token, "__index__") or not 0 <= index(token) < num_embeddings:
-            raise SpecgenError(f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}")
+            raise SpecgenError(
+                f"the prompt holds the token id {token!r}", f"Ids go from 0 to {num_embeddings - 1}"
+            )
     return [index(token) for token in given]
 
 
 def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
     """Returns how many of `wanted` new tokens fit into the target's context after the prompt.
 
-    Raises SpecgenError if not even one token fits. `wanted` is `LARGEST` for an answer without a limit.
+    Raises SpecgenError if not even one token fits. `wanted` is `LARGEST` for an answer without a
+    limit.
     """
     limit = target.max_tokens(prompt_length)
     room = limit - prompt_length
@@ -122,8 +146,14 @@ def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
             "Begin another (/reset), or give a larger --context where the model allows it",
         )
     raise SpecgenError(
-        f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are {wanted - room:,} over {limit:,}",
-        "Shorten the prompt, or give a larger --context where the model allows it; a smaller -n alone is not enough",
+        (
+            f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are "
+            f"{wanted - room:,} over {limit:,}"
+        ),
+        (
+            "Shorten the prompt, or give a larger --context where the model allows it; a "
+            "smaller -n alone is not enough"
+        ),
     )
 
 
@@ -131,5 +161,8 @@ def output_text(request: Request, tokenizer: Tokenizer, token_ids: Sequence[int]
     """Returns the text of the new tokens `token_ids`, cut before the first stop string."""
     detokenizer = tokenizer.detokenizer(request.prompt_ids)
     stop = StopStrings.of(request.sampling.stop, tokenizer)
-    text = "".join(detokenizer.push(token) + stop.mark(token) for token in token_ids) + detokenizer.flush()
+    text = (
+        "".join(detokenizer.push(token) + stop.mark(token) for token in token_ids)
+        + detokenizer.flush()
+    )
     return stop.shown(text[: stop.start(text)])

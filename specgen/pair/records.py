@@ -1,5 +1,5 @@
-"""Makes the JSON lines that record a run (one generation), for `--json` and for trace files. Their keys are documented in the
-README and do not change."""
+"""Makes the JSON lines that record a run (one generation), for `--json` and for trace files. Their
+keys are documented in the README and do not change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
-    """The first line of a recorded run: method, models, prompt, settings and the installed versions.
+    """The first line of a recorded run: method, models, prompt, settings and the installed
+    versions.
 
-    `sampling` contains the seed that was really used. `draft` is null if no draft model was used; `draft_dtype` is left out if it
-    is `dtype`. `costs` are the pass times that PEARL's window was computed from, left out if there are none.
+    `sampling` contains the seed that was really used. `draft` is null if no draft model was used;
+    `draft_dtype` is left out if it is `dtype`. `costs` are the pass times that PEARL's window was
+    computed from, left out if there are none.
     """
-    method, target = request.method, pair.target
+    method = request.method
+    target = pair.target
     draft = pair.draft if method.uses_draft_model else None
     line = {
         "type": "start",
@@ -36,21 +39,30 @@ def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
         "dtype": target.dtype_name,
         "prompt_ids": request.prompt_ids,
         "prompt_text": pair.tokenizer.text_of(request.prompt_ids),
-        "sampling": asdict(request.sampling) | {"seed": run.seed, "stop": list(request.sampling.stop)},
+        "sampling": asdict(request.sampling)
+        | {"seed": run.seed, "stop": list(request.sampling.stop)},
     }
     if draft is not None and draft.dtype_name != target.dtype_name:
         line["draft_dtype"] = draft.dtype_name
-    return line | {"versions": versions()} | ({} if run.costs is None else {"costs": run.costs.as_dict()})
+    return (
+        line
+        | {"versions": versions()}
+        | ({} if run.costs is None else {"costs": run.costs.as_dict()})
+    )
 
 
-def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False) -> dict[str, Any]:
-    """The line of a trace for one round, that is one target pass with the draft that it verified. `text_of` turns token ids into
-    text.
+def round_line(
+    round_: Round, text_of: Callable[[Sequence[int]], str], *, record: bool = False
+) -> dict[str, Any]:
+    """The line of a trace for one round, that is one target pass with the draft that it verified.
+    `text_of` turns token ids into text.
 
-    With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p) as `kl`, where p is the
-    target's distribution and q the draft's. Both are null for tokens without known distributions.
+    With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p)
+    as `kl`, where p is the target's distribution and q the draft's. Both are null for tokens
+    without known distributions.
     """
-    draft, verdict = round_.draft, round_.verdict
+    draft = round_.draft
+    verdict = round_.verdict
     line = {
         "type": "round",
         "index": round_.index,
@@ -73,7 +85,10 @@ def round_line(round_: Round, text_of: Callable[[Sequence[int]], str], *, record
     if round_.unjudged:
         line["unjudged"] = round_.unjudged
     if record:
-        figures: dict[str, Any] = {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
-        for name, values in figures.items():  # PEARL drafts ahead: its last tokens have no values yet
+        figures: dict[str, Any] = (
+            {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
+        )
+        # PEARL drafts ahead: its last tokens have no values yet
+        for name, values in figures.items():
             line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line

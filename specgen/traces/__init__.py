@@ -1,1 +1,2 @@
-"""Trace files, which record generations as JSON lines: writing, reading, summaries and statistics."""
+"""Trace files, which record generations as JSON lines: writing, reading, summaries and
+statistics."""

@@ -1,8 +1,9 @@
-"""Reads trace files, which record runs (generations) as JSON lines: a start line, a line per round (one target pass with its
-draft) and a summary line. Imports no torch.
+"""Reads trace files, which record runs (generations) as JSON lines: a start line, a line per round
+(one target pass with its draft) and a summary line. Imports no torch.
 
-Traces may come from untrusted sources, so every line is checked. A mistake raises SpecgenError with file, line and key; unknown
-keys are ignored. If a trace was cut off (a missing summary, an incomplete last line), its complete lines are read.
+Traces may come from untrusted sources, so every line is checked. A mistake raises SpecgenError with
+file, line and key; unknown keys are ignored. If a trace was cut off (a missing summary, an
+incomplete last line), its complete lines are read.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ from pydantic import AfterValidator, BaseModel, Field
 from specgen.base import schema
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import Energy
-from specgen.base.types import PHASES, DistributionOverlap, Draft, FinishReason, Mode, Round, Source, Verdict
+from specgen.base.types import (
+    PHASES,
+    DistributionOverlap,
+    Draft,
+    FinishReason,
+    Mode,
+    Round,
+    Source,
+    Verdict,
+)
 from specgen.pair.figures import Figures
 
-LONGEST_LINE = 16 << 20  # bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
+# bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
+LONGEST_LINE = 16 << 20
 SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
 _HINT = "Name an unchanged file from --trace"
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRound:
-    """A round as read from a trace, with the texts of its drafted tokens and of its correction or bonus token (None if it has
-    none)."""
+    """A round as read from a trace, with the texts of its drafted tokens and of its correction or
+    bonus token (None if it has none)."""
 
     round: Round
     draft_texts: tuple[str, ...]
@@ -41,9 +52,10 @@ class TracedRound:
 class TracedRun:
     """One run (generation) as read from a trace.
 
-    `start` and `summary` are its start and summary line; `summary` is None if the run was cut off. `first_line` is the line
-    number of `start`. `notes` are sentences about what is missing or inconsistent. `end` is the byte offset after the run's last
-    complete line, where a resumed comparison continues to write.
+    `start` and `summary` are its start and summary line; `summary` is None if the run was cut off.
+    `first_line` is the line number of `start`. `notes` are sentences about what is missing or
+    inconsistent. `end` is the byte offset after the run's last complete line, where a resumed
+    comparison continues to write.
     """
 
     start: Mapping[str, Any]
@@ -63,21 +75,27 @@ class TracedRun:
         return None if self.summary is None else self.summary["finish_reason"]
 
     def fold(self) -> Figures:
-        """Returns the run's figures, computed from its rounds, so that they also exist for a run that was cut off."""
+        """Returns the run's figures, computed from its rounds, so that they also exist for a run
+        that was cut off."""
         figures = Figures(self.method)
         self.add_to(figures)
         return figures
 
     def add_to(self, figures: Figures) -> None:
-        """Adds the run's rounds to `figures`. For a run without rounds, which another program decoded, adds the counts and the
-        seconds of its summary line."""
+        """Adds the run's rounds to `figures`. For a run without rounds, which another program
+        decoded, adds the counts and the seconds of its summary line."""
         for traced in self.rounds:
             figures.add(traced.round)
         if not self.rounds and self.summary is not None:
             keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
             line: dict[str, Any] = {name: self.summary.get(name, 0) for name in keys}
             figures.include(
-                line | {"rounds": line["target_passes"], "token_ids": self.summary["token_ids"], "phase_seconds": None}
+                line
+                | {
+                    "rounds": line["target_passes"],
+                    "token_ids": self.summary["token_ids"],
+                    "phase_seconds": None,
+                }
             )
 
     def texts(self) -> dict[int, str]:
@@ -94,7 +112,8 @@ _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 _Joules = Annotated[float, Field(ge=-1e9, le=1e9)]
-_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None  # one value per drafted token, None if unknown
+# one value per drafted token, None if unknown
+_Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
 
 
@@ -137,7 +156,8 @@ class _RoundLine(BaseModel):
     stop_reason: str | None
     entropies: _Figures = None
     top_probs: _Figures = None
-    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None  # one for each level of a tree
+    # one for each level of a tree
+    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None
     overlap: _Figures = None
     kl: _Figures = None
     policy: dict[str, Any] | None = None
@@ -159,7 +179,10 @@ class _SummaryLine(BaseModel):
     rejections: _Count = 0
     ties: _Count = 0
     seconds: _MeasuredSeconds = 0.0
-    phase_seconds: dict[Literal["prefill", "draft", "policy", "verify", "sample", "other"], _MeasuredSeconds] | None = None
+    phase_seconds: (
+        dict[Literal["prefill", "draft", "policy", "verify", "sample", "other"], _MeasuredSeconds]
+        | None
+    ) = None
     perplexity: Annotated[float, Field(ge=1e-9, le=1e300)] | None = None
     energy: Energy | None = None
     joules_per_token: _Joules | None = None
@@ -170,16 +193,27 @@ _LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminat
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
-    """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the file is not a trace."""
+    """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the
+    file is not a trace."""
     run: TracedRun | None = None
     for number, end, line in _lines(path):
         where = f"{path}, line {number:,}"
         if line is None:
             if run is not None:
-                run.notes.append(f"the trace is cut off in line {number:,}: only what comes before is shown")
+                run.notes.append(
+                    f"the trace is cut off in line {number:,}: only what comes before is shown"
+                )
             break
-        if run is None and isinstance(line, dict) and "type" not in line and not {"prompt", "turns"}.isdisjoint(line):
-            hint = f"Answer them with specgen generate --prompts {path} --trace FILE.jsonl, and inspect that file"
+        if (
+            run is None
+            and isinstance(line, dict)
+            and "type" not in line
+            and not {"prompt", "turns"}.isdisjoint(line)
+        ):
+            hint = (
+                f"Answer them with specgen generate --prompts {path} --trace "
+                "FILE.jsonl, and inspect that file"
+            )
             raise SpecgenError(f"{path} holds prompts and is no trace", hint)
         checked = schema.check(json.dumps(line), _LINE, where, _HINT)
         if isinstance(checked, _StartLine):
@@ -201,7 +235,8 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """Yields each line of a file that is not blank: its number, the byte offset after it, and its JSON value.
+    """Yields each line of a file that is not blank: its number, the byte offset after it, and its
+    JSON value.
 
     The value is None for an incomplete last line, as an interruption while writing leaves it.
     """
@@ -209,8 +244,10 @@ def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
     try:
         with path.open("rb") as file:
             while data := file.readline(LONGEST_LINE):
-                number, end = number + 1, end + len(data)
-                where, is_complete = f"{path}, line {number:,}", data.endswith(b"\n")
+                number = number + 1
+                end = end + len(data)
+                where = f"{path}, line {number:,}"
+                is_complete = data.endswith(b"\n")
                 if len(data) == LONGEST_LINE and not is_complete:
                     _refuse(where, f"it is longer than {LONGEST_LINE >> 20} MiB")
                 if number == 1:
@@ -225,7 +262,9 @@ def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
                     line = None
                 yield number, end, line
     except OSError as error:
-        raise SpecgenError(f"cannot read the trace {path}: {error.strerror}", "Check the path") from error
+        raise SpecgenError(
+            f"cannot read the trace {path}: {error.strerror}", "Check the path"
+        ) from error
 
 
 def _refuse(where: str, problem: str) -> NoReturn:
@@ -238,13 +277,19 @@ def _closed(run: TracedRun) -> TracedRun:
         run.notes = run.notes or ["the run has no summary: it was cut off"]
     elif not run.rounds and run.summary["token_ids"]:
         run.notes.append("the run has no rounds: another program decoded it")
-    elif [token for traced in run.rounds for token in traced.round.token_ids] != run.summary["token_ids"]:
-        run.notes.append("the summary's tokens differ from those of the rounds: lines are missing or were changed")
+    elif [token for traced in run.rounds for token in traced.round.token_ids] != run.summary[
+        "token_ids"
+    ]:
+        run.notes.append(
+            "the summary's tokens differ from those of the rounds: lines are missing or "
+            "were changed"
+        )
     return run
 
 
 def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
-    """Makes a round from a checked line. Raises SpecgenError unless it is round `index` and consistent."""
+    """Makes a round from a checked line. Raises SpecgenError unless it is round `index` and
+    consistent."""
     if line.index != index:
         _refuse(where, f"this is round {line.index:,}, where round {index:,} is expected")
     for name in ("draft_texts", "parents", *_FIGURES):
@@ -252,28 +297,49 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
         if length != len(line.draft_ids) and (length or name not in _FIGURES):
             _refuse(where, f"{name} has {length} values for {len(line.draft_ids)} drafted tokens")
     entropies, top_probs, overlap, kl, predicted = (
-        tuple(math.nan if value is None else value for value in getattr(line, name) or ()) for name in (*_FIGURES, "predicted")
+        tuple(math.nan if value is None else value for value in getattr(line, name) or ())
+        for name in (*_FIGURES, "predicted")
     )
     agreement = DistributionOverlap(overlap, kl) if overlap and kl else None
     verdict = Verdict(_path(line, where), line.token_id, line.source, agreement)
-    draft = Draft(line.draft_ids, line.parents, None, entropies, top_probs, line.stop_reason, predicted=predicted)
+    draft = Draft(
+        line.draft_ids,
+        line.parents,
+        None,
+        entropies,
+        top_probs,
+        line.stop_reason,
+        predicted=predicted,
+    )
     if predicted and len(predicted) != draft.levels:
-        _refuse(where, f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens")
+        _refuse(
+            where,
+            f"predicted has {len(predicted)} values for {draft.levels} levels of drafted tokens",
+        )
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        seconds[phase if phase in seconds else "other"] += value if value >= SHORTEST else 0.0  # so that the seconds add up
-    policy = None if line.policy is None else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
-    round_ = Round(index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged)
+        # so that the seconds add up
+        seconds[phase if phase in seconds else "other"] += value if value >= SHORTEST else 0.0
+    policy = (
+        None
+        if line.policy is None
+        else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
+    )
+    round_ = Round(
+        index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged
+    )
     return TracedRound(round_, tuple(line.draft_texts), line.token_text)
 
 
 def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
-    """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All matching paths are tried, because
-    several children of a node may have the same token."""
+    """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All
+    matching paths are tried, because several children of a node may have the same token."""
     depths = {-1: 0}  # by node, for nodes on matching paths; -1 is the root
     for node, (token, parent) in enumerate(zip(line.draft_ids, line.parents, strict=True)):
         if not -1 <= parent < node:
-            _refuse(where, f"parents has {parent} for node {node}, which has to come after its parent")
+            _refuse(
+                where, f"parents has {parent} for node {node}, which has to come after its parent"
+            )
         depth = depths.get(parent)
         if depth is not None and line.accepted_ids[depth : depth + 1] == [token]:
             depths[node] = depth + 1
@@ -288,4 +354,5 @@ def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # false for infinities
+    # false for infinities
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

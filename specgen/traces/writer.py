@@ -19,12 +19,13 @@ _BEGINNING = b'{"type": '  # of a line
 
 
 class TraceWriter:
-    """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption leaves only complete lines.
+    """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption
+    leaves only complete lines.
 
-    The constructor locks the file, and the first line opens it. If `keep` is set before the first line, an existing file is cut
-    off after its first `keep` bytes, and lines are added there, after a line feed if it is missing; `resumes`: it is 0. Raises
-    SpecgenError if another process of this user writes to the file, if it holds anything but a trace, or if there is no file to
-    resume.
+    The constructor locks the file, and the first line opens it. If `keep` is set before the first
+    line, an existing file is cut off after its first `keep` bytes, and lines are added there, after
+    a line feed if it is missing; `resumes`: it is 0. Raises SpecgenError if another process of this
+    user writes to the file, if it holds anything but a trace, or if there is no file to resume.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
@@ -35,15 +36,23 @@ class TraceWriter:
         is_file = path.is_file()
         if resumes and not is_file:
             problem = "it is not a file" if path.exists() else "there is none"
-            raise SpecgenError(f"cannot continue the trace {path}: {problem}", "Name one that --trace wrote")
+            raise SpecgenError(
+                f"cannot continue the trace {path}: {problem}", "Name one that --trace wrote"
+            )
         if is_file and os.access(path, os.R_OK):
             with path.open("rb") as file:
                 if file.read(len(_BEGINNING)) not in (b"", _BEGINNING):
-                    raise SpecgenError(f"the file {path} is not a trace and would be lost", "Delete it, or name another file")
+                    raise SpecgenError(
+                        f"the file {path} is not a trace and would be lost",
+                        "Delete it, or name another file",
+                    )
         if is_file or not path.exists():  # several processes may write to a device
             self._lock = take_lock(path)
             if self._lock is None:
-                raise SpecgenError(f"another process writes the trace {path}", "Wait for its end, or name another file")
+                raise SpecgenError(
+                    f"another process writes the trace {path}",
+                    "Wait for its end, or name another file",
+                )
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes one line. Raises RunError if the line cannot be written."""

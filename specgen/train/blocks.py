@@ -1,8 +1,10 @@
-"""Training of heads that predict all tokens of a draft at once: Medusa's (Medusa-1: Cai et al. 2024) and DSpark's.
+"""Training of heads that predict all tokens of a draft at once: Medusa's (Medusa-1: Cai et al.
+2024) and DSpark's.
 
-DSpark (see `engine.parts.block`): blocks begin at random tokens of a text, their anchors. A block sees the text before its anchor
-and itself, as in drafting. The loss is the divergence from the target's own predictions, with equal weights for all positions of
-a block, and the error of the prediction of acceptance.
+DSpark (see `engine.parts.block`): blocks begin at random tokens of a text, their anchors. A block
+sees the text before its anchor and itself, as in drafting. The loss is the divergence from the
+target's own predictions, with equal weights for all positions of a block, and the error of the
+prediction of acceptance.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
-OWN_SHARE = 0.3  # most weights in Medusa's own LM heads, as a share of the target's; the authors' heads for 7 billion have it
+# most weights in Medusa's own LM heads, as a share of the target's; the authors' heads for 7
+# billion have it
+OWN_SHARE = 0.3
 BLOCK = 8  # tokens in a draft
 TAPS = 5  # hidden states of the target that the head reads
 RANK = 64  # of the Markov head
@@ -45,10 +49,12 @@ ANCHORS = 5.3  # tokens of text for each block in training: 24 blocks in 128 tok
 
 
 class BlockObjective(LayerObjective):
-    """Trains a DSpark head with two layers, which begin as copies of the target's last ones, and a Markov head.
+    """Trains a DSpark head with two layers, which begin as copies of the target's last ones, and a
+    Markov head.
 
-    Without these copies, the head accepts half as much after the same time. At first it reads the hidden state that enters the
-    first of the copied layers in the target, and the Markov head says nothing.
+    Without these copies, the head accepts half as much after the same time. At first it reads the
+    hidden state that enters the first of the copied layers in the target, and the Markov head says
+    nothing.
     """
 
     kind = "block"
@@ -61,9 +67,11 @@ class BlockObjective(LayerObjective):
         generator: torch.Generator,
     ) -> dict[str, Tensor]:
         made = super().initial_weights(texts, generator)
-        width, vocabulary = self.width, self.vocabulary
+        width = self.width
+        vocabulary = self.vocabulary
         padding = self.target.prepared.raw.get("pad_token_id")
-        self._mask = padding if isinstance(padding, int) else vocabulary - 1  # a token that texts do not hold
+        # a token that texts do not hold
+        self._mask = padding if isinstance(padding, int) else vocabulary - 1
         fused = torch.randn(width, TAPS * width, generator=generator) * NOISE
         fused[:, -width:] += torch.eye(width)
         made[FC] = fused
@@ -76,7 +84,10 @@ class BlockObjective(LayerObjective):
 
     def __init__(self, task: TrainingTask, target: object) -> None:
         super().__init__(task, target)  # type: ignore[arg-type]
-        self.taps = tuple(min(max(layer, 0), self.num_layers - 1) + 1 for layer in default_layers(self.num_layers, TAPS))
+        self.taps = tuple(
+            min(max(layer, 0), self.num_layers - 1) + 1
+            for layer in default_layers(self.num_layers, TAPS)
+        )
 
     def predict(
         self,
@@ -85,18 +96,23 @@ class BlockObjective(LayerObjective):
         rng: Random | None,
     ) -> Predictions:
         """Runs blocks at random anchors; with `rng` None at all tokens."""
-        layers = BlockLayers(self._weights(), self.device, torch.float32, trained_product, 1.0, ContextLayer)
+        layers = BlockLayers(
+            self._weights(), self.device, torch.float32, trained_product, 1.0, ContextLayer
+        )
         sequences, tokens = batch.ids.shape
         anchors = self._anchors(batch, rng)  # [sequences, blocks]
         blocks = anchors.shape[1]
         self._set_context(layers, batch, states)
         offsets = torch.arange(BLOCK, device=self.device)
-        rows = (anchors[:, :, None] + offsets).flatten(1)  # the token at each row's position, perhaps beyond the end
+        # the token at each row's position, perhaps beyond the end
+        rows = (anchors[:, :, None] + offsets).flatten(1)
         at_anchors = batch.positions.gather(1, anchors)
         positions = (at_anchors[:, :, None] + offsets).flatten(1)
         mask = self.model.embeddings(torch.tensor([self._mask], device=self.device)).float()
         hidden = mask.expand(sequences, blocks, BLOCK, self.width).clone()
-        hidden[:, :, 0] = states.embeddings.gather(1, anchors[:, :, None].expand(-1, -1, self.width))
+        hidden[:, :, 0] = states.embeddings.gather(
+            1, anchors[:, :, None].expand(-1, -1, self.width)
+        )
         key_positions = torch.cat((batch.positions, positions), dim=1)
         visible = self._visible(batch, anchors)
         inputs = self.inputs.batched(BatchPass(rows, positions, visible, key_positions))
@@ -117,7 +133,9 @@ class BlockObjective(LayerObjective):
         depths: Tensor,
     ) -> Tensor:
         states, before = torch.split(outputs, [self.width, RANK], dim=-1)
-        return self.target_logits(states) + F.linear(before, self.parameters[SUCCESSOR_HEAD]).float()
+        return (
+            self.target_logits(states) + F.linear(before, self.parameters[SUCCESSOR_HEAD]).float()
+        )
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         depths, top_k_ids, log_probs = labels
@@ -126,7 +144,9 @@ class BlockObjective(LayerObjective):
             divergences = self.row_losses(logits, top_k_ids, log_probs)
             drafted = logits.detach().log_softmax(dim=-1).gather(1, top_k_ids)
             overlap = torch.minimum(drafted, log_probs).exp().sum(dim=-1).clamp_max(1.0)
-            guess = F.linear(outputs.detach(), self.parameters[CONFIDENCE], self.parameters[CONFIDENCE_BIAS])[:, 0]
+            guess = F.linear(
+                outputs.detach(), self.parameters[CONFIDENCE], self.parameters[CONFIDENCE_BIAS]
+            )[:, 0]
             errors = F.binary_cross_entropy_with_logits(guess.float(), overlap, reduction="none")
         return (divergences + errors).sum()
 
@@ -134,17 +154,29 @@ class BlockObjective(LayerObjective):
         return self._weights()
 
     def _weights(self) -> BlockWeights:
-        tensors = self.parameters if torch.is_grad_enabled() else {name: each.detach() for name, each in self.parameters.items()}
-        names = "embedding_scale", "logit_scale", "logit_cap"  # in training, the head reads what the target computes with these
-        scales = {name: getattr(self.model.shape, name) for name in names if hasattr(self.model.shape, name)}
-        return BlockWeights(self.config, tensors, BLOCK, self._mask, tuple(self.taps), True, False, **scales)
+        tensors = (
+            self.parameters
+            if torch.is_grad_enabled()
+            else {name: each.detach() for name, each in self.parameters.items()}
+        )
+        # in training, the head reads what the target computes with these
+        names = "embedding_scale", "logit_scale", "logit_cap"
+        scales = {
+            name: getattr(self.model.shape, name)
+            for name in names
+            if hasattr(self.model.shape, name)
+        }
+        return BlockWeights(
+            self.config, tensors, BLOCK, self._mask, tuple(self.taps), True, False, **scales
+        )
 
     def _anchors(
         self,
         batch: PackedBatch,
         rng: Random | None,
     ) -> Tensor:
-        """Returns the indices [sequences, blocks] of the tokens with which blocks begin, in each sequence."""
+        """Returns the indices [sequences, blocks] of the tokens with which blocks begin, in each
+        sequence."""
         sequences, tokens = batch.ids.shape
         if rng is None:
             return torch.arange(tokens, device=self.device).expand(sequences, tokens)
@@ -157,8 +189,10 @@ class BlockObjective(LayerObjective):
         batch: PackedBatch,
         anchors: Tensor,
     ) -> Tensor:
-        """Returns which keys each row of the blocks sees, [sequences, rows, tokens + rows]: earlier tokens and its block."""
-        tokens, blocks = batch.ids.shape[1], anchors.shape[1]
+        """Returns which keys each row of the blocks sees, [sequences, rows, tokens + rows]: earlier
+        tokens and its block."""
+        tokens = batch.ids.shape[1]
+        blocks = anchors.shape[1]
         same = batch.segments.gather(1, anchors)[:, :, None] == batch.segments[:, None, :]
         before = torch.arange(tokens, device=self.device)[None, None, :] < anchors[:, :, None]
         context = (same & before).repeat_interleave(BLOCK, dim=1)
@@ -177,7 +211,9 @@ class BlockObjective(LayerObjective):
         table = self.inputs.tables[0]
         assert table is not None
         end = int(batch.positions.max()) + 1
-        rotation = table.gather(batch.positions.flatten(), end > (table.long_boundary or end), end)[:, None]
+        rotation = table.gather(batch.positions.flatten(), end > (table.long_boundary or end), end)[
+            :, None
+        ]
         found = layers.keys_values(layers.reduced(states.features.flatten(0, 1)).float(), rotation)
         found = found.view(sequences, tokens, *found.shape[1:])
         for layer, own in zip(layers.layers, found.unbind(2), strict=True):
@@ -187,23 +223,32 @@ class BlockObjective(LayerObjective):
 
 
 class MedusaObjective(HeadObjective):
-    """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al. 2024, section 2.2.1).
+    """Trains four heads of one block h + SiLU(W h + b) and an LM head each (Medusa-1: Cai et al.
+    2024, section 2.2.1).
 
-    Head k (from 0) reads the hidden state from which the target predicts the next token, and predicts the token k + 1 places
-    after that next token. W and b begin as zeros, the LM heads as copies of the target's. If the LM heads would have more than
-    OWN_SHARE times as many weights as the target, all heads use the target's LM head instead, which is not trained. They then
-    predict less well.
+    Head k (from 0) reads the hidden state from which the target predicts the next token, and
+    predicts the token k + 1 places after that next token. W and b begin as zeros, the LM heads as
+    copies of the target's. If the LM heads would have more than OWN_SHARE times as many weights as
+    the target, all heads use the target's LM head instead, which is not trained. They then predict
+    less well.
     """
 
     kind = "medusa"
     depths = HEADS
 
-    def initial_weights(self, texts: Sequence[Text], generator: torch.Generator) -> dict[str, Tensor]:
+    def initial_weights(
+        self, texts: Sequence[Text], generator: torch.Generator
+    ) -> dict[str, Tensor]:
         width = self.width
-        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(self.target.prepared.parameters.values())
+        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(
+            self.target.prepared.parameters.values()
+        )
         made = dict[str, Tensor]()
         for head in range(HEADS):
-            made |= {f"{head}.weight": torch.zeros(width, width), f"{head}.bias": torch.zeros(width)}
+            made |= {
+                f"{head}.weight": torch.zeros(width, width),
+                f"{head}.bias": torch.zeros(width),
+            }
         if self._has_lm_heads:
             start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
             made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}
@@ -213,9 +258,12 @@ class MedusaObjective(HeadObjective):
         hidden = states.hidden.flatten(0, 1)
         rows = []
         for head in range(HEADS):
-            read, source = reachable(batch, head + 1)  # the state of token i predicts i + 1, and head k predicts i + 2 + k
+            # the state of token i predicts i + 1, and head k predicts i + 2 + k
+            read, source = reachable(batch, head + 1)
             inputs = hidden.index_select(0, read)
-            block = F.linear(inputs, self.parameters[f"{head}.weight"], self.parameters[f"{head}.bias"])
+            block = F.linear(
+                inputs, self.parameters[f"{head}.weight"], self.parameters[f"{head}.bias"]
+            )
             rows.append((inputs + F.silu(block), source, torch.full_like(source, head)))
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
@@ -223,11 +271,16 @@ class MedusaObjective(HeadObjective):
         if not self._has_lm_heads:
             return super().logits(outputs, depths)
         rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
-        by_head = [F.linear(outputs.index_select(0, own), self.parameters[f"{head}.lm_head"]) for head, own in enumerate(rows)]
+        by_head = [
+            F.linear(outputs.index_select(0, own), self.parameters[f"{head}.lm_head"])
+            for head, own in enumerate(rows)
+        ]
         return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
         found = {name: weight.detach() for name, weight in self.parameters.items()}
         blocks = [[(found[f"{head}.weight"], found[f"{head}.bias"])] for head in range(HEADS)]
-        lm_heads = [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
+        lm_heads = (
+            [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
+        )
         return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)

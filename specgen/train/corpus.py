@@ -1,4 +1,5 @@
-"""Training text as token ids: the user's files, or the corpus on which the bundled models were trained."""
+"""Training text as token ids: the user's files, or the corpus on which the bundled models were
+trained."""
 
 from __future__ import annotations
 
@@ -28,16 +29,22 @@ MAX_TOKENS = 8_000_000
 LARGEST = 1 << 28  # bytes of a file
 _HINT = f"Name a text file, or a part of it: {MAX_TOKENS:,} tokens are used at most"
 _FORM = 'Write {"text": "..."} on each line'
-_CHAT_FORM = 'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
-_PIECES = 64  # a plain text file is cut into at least so many pieces, unless they would be shorter than the minimum:
-_MIN_PIECE, _MAX_PIECE = 500, 20_000  # characters
+_CHAT_FORM = (
+    'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
+)
+# a plain text file is cut into at least so many pieces, unless they would be shorter than the
+# minimum:
+_PIECES = 64
+# characters
+_MIN_PIECE = 500
+_MAX_PIECE = 20_000
 
 
 class Part(IntEnum):
     """What a document, a prompt or a generated text is used for.
 
-    TRAIN: to train an exit layer, a head or a draft model. PREDICTOR: to train the predictor of an exit layer, which needs text
-    that the exit layer was not trained on. HELD_OUT: only to measure.
+    TRAIN: to train an exit layer, a head or a draft model. PREDICTOR: to train the predictor of an
+    exit layer, which needs text that the exit layer was not trained on. HELD_OUT: only to measure.
     """
 
     TRAIN = 0
@@ -45,19 +52,30 @@ class Part(IntEnum):
     PREDICTOR = 2
 
 
-# What each of eight consecutive documents or prompts is used for; then the cycle begins again. If there are fewer than eight,
-# all are for training.
-CYCLE = (Part.HELD_OUT, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN, Part.PREDICTOR, Part.TRAIN, Part.TRAIN)
+# What each of eight consecutive documents or prompts is used for; then the cycle begins again. If
+# there are fewer than eight, all are for training.
+CYCLE = (
+    Part.HELD_OUT,
+    Part.TRAIN,
+    Part.PREDICTOR,
+    Part.TRAIN,
+    Part.TRAIN,
+    Part.PREDICTOR,
+    Part.TRAIN,
+    Part.TRAIN,
+)
 ALL_PARTS = frozenset(Part)
 NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
 
 
 class Corpus:
-    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens are stored.
+    """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens
+    are stored.
 
-    Each document has a use (`Part`): training, training of a predictor, or measuring. Equal documents have the same use. The
-    corpus `is_split` if there are at least eight different ones. Otherwise all are for training, and the argument `parts` of
-    `sample` and `different` has no effect.
+    Each document has a use (`Part`): training, training of a predictor, or measuring. Equal
+    documents have the same use. The corpus `is_split` if there are at least eight different ones.
+    Otherwise all are for training, and the argument `parts` of `sample` and `different` has no
+    effect.
     """
 
     def __init__(self, documents: Iterable[Sequence[int]]) -> None:
@@ -80,11 +98,19 @@ class Corpus:
     def tokens(self) -> int:
         return len(self._ids)
 
-    def sample(self, rng: Random, max_tokens: int, *, from_start: bool = False, parts: Collection[Part] = ALL_PARTS) -> list[int]:
-        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Part`) is one of `parts`.
+    def sample(
+        self,
+        rng: Random,
+        max_tokens: int,
+        *,
+        from_start: bool = False,
+        parts: Collection[Part] = ALL_PARTS,
+    ) -> list[int]:
+        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Part`)
+        is one of `parts`.
 
-        A document is chosen with probability proportional to its length. With `from_start` they are its first tokens; otherwise
-        they begin at a random place.
+        A document is chosen with probability proportional to its length. With `from_start` they are
+        its first tokens; otherwise they begin at a random place.
         """
         documents, ends = self._documents(parts)
         position = rng.randrange(ends[-1])
@@ -95,22 +121,33 @@ class Corpus:
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
     def different(self, parts: Collection[Part]) -> list[tuple[int, ...]]:
-        """Returns the different documents (token ids) whose use (`Part`) is one of `parts`, in their order."""
+        """Returns the different documents (token ids) whose use (`Part`) is one of `parts`, in
+        their order."""
         indices, _ = self._documents(parts)
-        return list(dict.fromkeys(tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices))
+        return list(
+            dict.fromkeys(
+                tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices
+            )
+        )
 
     def _documents(self, parts: Collection[Part]) -> tuple[list[int], list[int]]:
-        """Returns the indices of the documents whose use is one of `parts`, and the running total of their numbers of tokens."""
+        """Returns the indices of the documents whose use is one of `parts`, and the running total
+        of their numbers of tokens."""
         key = frozenset(parts)
         if key not in self._chosen:
             numbers = enumerate(self._numbers)
-            chosen = [index for index, number in numbers if not self.is_split or CYCLE[number % len(CYCLE)] in key]
+            chosen = [
+                index
+                for index, number in numbers
+                if not self.is_split or CYCLE[number % len(CYCLE)] in key
+            ]
             lengths = (self._starts[index + 1] - self._starts[index] for index in chosen)
             self._chosen[key] = chosen, list(accumulate(lengths))
         return self._chosen[key]
 
     def digest(self) -> str:
-        """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus again."""
+        """Returns eight hexadecimal digits of a hash of all tokens, to recognize the same corpus
+        again."""
         return sha256(self._ids.tobytes()).hexdigest()[:8]
 
 
@@ -137,27 +174,33 @@ class _Conversation:
 
 
 def read_corpus(path: Path, encode: Encode) -> Corpus:
-    """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or .json, otherwise plain text.
+    """Reads a corpus from a file: JSON lines with the field `text` if its name ends in .jsonl or
+    .json, otherwise plain text.
 
-    A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file cannot be read, has a wrong line or
-    contains no text.
+    A plain text is cut into pieces, which count as documents. Raises SpecgenError if the file
+    cannot be read, has a wrong line or contains no text.
     """
     texts = _pieces(read_text(path, "corpus", _HINT, LARGEST))
     if _is_json_lines(path):
         texts = (check(line, _Document, where, _FORM).text for where, line in _lines(path))
     corpus = Corpus(map(encode, texts))
     if not corpus.tokens:
-        raise SpecgenError(f"the corpus {path} contains no text", "Give plain text, or JSON lines with the field text")
+        raise SpecgenError(
+            f"the corpus {path} contains no text",
+            "Give plain text, or JSON lines with the field text",
+        )
     return corpus
 
 
 def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
-    """Reads conversations from a file. Returns one prompt (token ids in the model's chat template) per conversation.
+    """Reads conversations from a file. Returns one prompt (token ids in the model's chat template)
+    per conversation.
 
-    A file named .jsonl or .json has JSON lines with the field `messages` (mappings with `role` and `content`), `prompt` or
-    `text`; another file has one message of a user per line. A prompt ends with the last message of the user with which it has at
-    most `max_tokens` tokens; conversations that give no such prompt are left out. Raises SpecgenError if the file cannot be read
-    or has a wrong line, or if the model has no chat template.
+    A file named .jsonl or .json has JSON lines with the field `messages` (mappings with `role` and
+    `content`), `prompt` or `text`; another file has one message of a user per line. A prompt ends
+    with the last message of the user with which it has at most `max_tokens` tokens; conversations
+    that give no such prompt are left out. Raises SpecgenError if the file cannot be read or has a
+    wrong line, or if the model has no chat template.
     """
     prompts = []
     for messages in _conversations(path):
@@ -172,7 +215,11 @@ def chat_prompts(path: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list
 
 def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
     for where, line in _lines(path):
-        entry = check(line, _Conversation, where, _CHAT_FORM) if _is_json_lines(path) else _Conversation(text=line.strip())
+        entry = (
+            check(line, _Conversation, where, _CHAT_FORM)
+            if _is_json_lines(path)
+            else _Conversation(text=line.strip())
+        )
         text = entry.prompt or entry.text
         if entry.messages:
             yield [{"role": message.role, "content": message.content} for message in entry.messages]
@@ -183,8 +230,10 @@ def _conversations(path: Path) -> Iterator[list[dict[str, str]]]:
 
 
 def demo_corpus(encode: Encode, seed: int, tokens: int) -> Corpus:
-    """Returns about `tokens` tokens of the bundled text (code, math, news, chat): random documents, chosen by `seed`."""
-    texts, documents = demo.documents(), list[list[int]]()
+    """Returns about `tokens` tokens of the bundled text (code, math, news, chat): random documents,
+    chosen by `seed`."""
+    texts = demo.documents()
+    documents = list[list[int]]()
     Random(seed).shuffle(texts)
     while texts and tokens > 0:
         documents.append(encode(texts.pop(0)))
@@ -197,8 +246,8 @@ def _is_json_lines(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields the lines of a text file that are not blank, each as its position for error messages (`FILE, line 3`) and its
-    text."""
+    """Yields the lines of a text file that are not blank, each as its position for error messages
+    (`FILE, line 3`) and its text."""
     for number, line in enumerate(read_text(path, "corpus", _HINT, LARGEST).split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
@@ -207,7 +256,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 def _pieces(text: str) -> Iterator[str]:
     """Yields a plain text in pieces. A piece ends at a line break unless a line is longer.
 
-    The pieces have about _MAX_PIECE characters, fewer in a short text, so that some of them can be held out of training.
+    The pieces have about _MAX_PIECE characters, fewer in a short text, so that some of them can be
+    held out of training.
     """
     size = max(_MIN_PIECE, min(_MAX_PIECE, len(text.encode()) // _PIECES))
     piece = ""

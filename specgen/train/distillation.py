@@ -1,24 +1,30 @@
-"""Distillation of a draft model from its target, on text that the target generated or read (DistillSpec, arXiv 2310.08461).
+"""Distillation of a draft model from its target, on text that the target generated or read
+(DistillSpec, arXiv 2310.08461).
 
-The loss is the forward divergence KL(target || draft). The target's k largest probabilities after each token are computed before
-training, so that only the draft is in memory during training. The loss treats all tokens outside the k as one. For a draft with
-another tokenizer, the target's text is translated into the draft's tokens.
+The loss is the forward divergence KL(target || draft). The target's k largest probabilities after
+each token are computed before training, so that only the draft is in memory during training. The
+loss treats all tokens outside the k as one. For a draft with another tokenizer, the target's text
+is translated into the draft's tokens.
 
-A drafted token can be accepted only if both vocabularies have it (token-level intersection, Timor et al. 2025, arXiv 2502.05202,
-Algorithm 4). With p the target's next-token distribution, m its probability on this overlap, and p' and q' the target's and the
-draft's distributions restricted to it and renormalized, the chance of acceptance is the sum of min(p, q') over the overlap. It
-is at most m, and because p = m p' there, it is at least m (1 - TV(p', q')) >= m (1 - sqrt(KL(p' || q') / 2)). A draft with
-KL(p' || q') = 0 therefore reaches the bound m, whatever it predicts off the overlap.
+A drafted token can be accepted only if both vocabularies have it (token-level intersection, Timor
+et al. 2025, arXiv 2502.05202, Algorithm 4). With p the target's next-token distribution, m its
+probability on this overlap, and p' and q' the target's and the draft's distributions restricted to
+it and renormalized, the chance of acceptance is the sum of min(p, q') over the overlap. It is at
+most m, and because p = m p' there, it is at least m (1 - TV(p', q')) >= m (1 - sqrt(KL(p' || q') /
+2)). A draft with KL(p' || q') = 0 therefore reaches the bound m, whatever it predicts off the
+overlap.
 
-This comparison is sound only where both models have read the same bytes and are about to continue them: after a draft token that
-ends at the byte at which a target token ends. There the loss is `divergence`: m KL(p' || q'), and the divergence of the draft's
-own probability of the overlap from m. After all other draft tokens, those of the prompt included but for its last, and where m
-is small, the loss is cross-entropy with the draft's next token.
+This comparison is sound only where both models have read the same bytes and are about to continue
+them: after a draft token that ends at the byte at which a target token ends. There the loss is
+`divergence`: m KL(p' || q'), and the divergence of the draft's own probability of the overlap from
+m. After all other draft tokens, those of the prompt included but for its last, and where m is
+small, the loss is cross-entropy with the draft's next token.
 
-Drafting reads a text as `Translation` writes it: the prompt in the draft's own tokenization, then each token of the target's
-output as one draft token, or spelled by several. Training uses the same form. In the output, both have a boundary after every
-token of the target, even where the draft's tokenizer would have cut the text elsewhere, so that a distilled draft learns the
-target's tokenization.
+Drafting reads a text as `Translation` writes it: the prompt in the draft's own tokenization, then
+each token of the target's output as one draft token, or spelled by several. Training uses the same
+form. In the output, both have a boundary after every token of the target, even where the draft's
+tokenizer would have cut the text elsewhere, so that a distilled draft learns the target's
+tokenization.
 """
 
 from __future__ import annotations
@@ -69,11 +75,14 @@ _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for i
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
 _READ_FACTOR = 2  # corpus texts that the target predicts, for each text that it generated;
 _READ_SHARE = 0.1  # that takes at most this share of a budget in seconds
-_MIN_MASS = 0.05  # the models are compared where the target's probability on the overlap is at least this
+# the models are compared where the target's probability on the overlap is at least this
+_MIN_MASS = 0.05
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-MIN_OVERLAP = 0.3  # least share of the training text's tokens that both have; no larger share of tokens can be accepted
+# least share of the training text's tokens that both have; no larger share of tokens can be
+# accepted
+MIN_OVERLAP = 0.3
 _CHECKED = 200  # pieces of text, each of at most _CHECKED_TOKENS tokens
 _CHECKED_TOKENS = 100
 _READ_CONTEXT = 0.05  # of a corpus text: the share at its beginning that is translated as a prompt
@@ -83,13 +92,18 @@ _HINT = "Take a draft with the target's tokenizer, or a method without a draft m
 class DraftBatches(TrainingBatches):
     """Batches in the draft's tokens of corpus text and of texts with the target's predictions.
 
-    The field `teacher` of a batch has, for each token after which the models are compared, its row in `top_k_ids` and
-    `top_k_log_probs`, each [tokens, k]: see `Comparisons`. If translated texts have more tokens than in the target's tokens, the
-    sequences are longer than the recipe's window in the same proportion, up to `context_limit` tokens.
+    The field `teacher` of a batch has, for each token after which the models are compared, its row
+    in `top_k_ids` and `top_k_log_probs`, each [tokens, k]: see `Comparisons`. If translated texts
+    have more tokens than in the target's tokens, the sequences are longer than the recipe's window
+    in the same proportion, up to `context_limit` tokens.
     """
 
     def __init__(
-        self, task: TrainingTask, texts: Sequence[PredictedText], translation: Translation | None, context_limit: int
+        self,
+        task: TrainingTask,
+        texts: Sequence[PredictedText],
+        translation: Translation | None,
+        context_limit: int,
     ) -> None:
         self._translation = translation
         compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
@@ -114,28 +128,43 @@ class DraftBatches(TrainingBatches):
 
 
 class DraftObjective(Objective):
-    """Distils a draft model: trains a copy of it in float32, run by transformers, and saves it in the dtype of its files.
+    """Distils a draft model: trains a copy of it in float32, run by transformers, and saves it in
+    the dtype of its files.
 
-    The loss is the divergence after tokens where the target's probabilities are known, and cross-entropy with the next token
-    elsewhere. `start` frees the target's weights once its predictions are computed.
+    The loss is the divergence after tokens where the target's probabilities are known, and
+    cross-entropy with the next token elsewhere. `start` frees the target's weights once its
+    predictions are computed.
     """
 
     batches: DraftBatches
 
     def __init__(self, task: TrainingTask, target: LoadedModel, draft: LoadedModel) -> None:
         super().__init__(task, target)
-        self.draft, self.device = draft, draft.device
-        quantised, text = draft.prepared.quantisation, task.corpus or task.prompts
+        self.draft = draft
+        self.device = draft.device
+        quantised = draft.prepared.quantisation
+        text = task.corpus or task.prompts
         if quantised is not None:
-            problem = f"the draft {draft.name} cannot be trained: its weights are quantised with {quantised.get('quant_method')}"
-            raise SpecgenError(problem, "Train the checkpoint that it was made from; drafts are quantised after training")
+            problem = (
+                f"the draft {draft.name} cannot be trained: its weights are "
+                f"quantised with {quantised.get('quant_method')}"
+            )
+            raise SpecgenError(
+                problem,
+                "Train the checkpoint that it was made from; drafts are quantised after training",
+            )
         if draft.folder.is_file():
             problem = f"the draft {draft.name} cannot be trained: it is a GGUF file"
-            raise SpecgenError(problem, "Train the safetensors model that it was made from, and convert that")
+            raise SpecgenError(
+                problem, "Train the safetensors model that it was made from, and convert that"
+            )
         if draft.refusal is not None:
             raise draft.refusal
         if task.out.resolve() in (draft.folder.resolve(), target.folder.resolve()):
-            raise SpecgenError(f"--out is {task.out}, the folder of one of the models", "Name another: they are not changed")
+            raise SpecgenError(
+                f"--out is {task.out}, the folder of one of the models",
+                "Name another: they are not changed",
+            )
         if draft.translation is not None and text is not None:
             check_overlap(draft.translation, text, draft.prepared.shape.vocab_size)
         self.settings = {"the draft model": weights_fingerprint(draft.folder)}
@@ -145,19 +174,27 @@ class DraftObjective(Objective):
         self._masks = AttentionMasks(self._module)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
-        self.rows = max(_MIN_PIECE, (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary)
+        self.rows = max(
+            _MIN_PIECE,
+            (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary,
+        )
         self.off_overlap = off_overlap(draft.translation, self.vocabulary)
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
-        """Computes the target's predictions on the texts that it generated and, if the user gave no prompts, on twice as many
-        texts of the corpus. Then frees the target and measures the untrained draft."""
-        recipe, corpus, found = self.task.recipe, self.task.corpus, list[PredictedText]()
+        """Computes the target's predictions on the texts that it generated and, if the user gave no
+        prompts, on twice as many texts of the corpus. Then frees the target and measures the
+        untrained draft."""
+        recipe = self.task.recipe
+        corpus = self.task.corpus
+        found = list[PredictedText]()
         for text in texts:
             self.task.stop_if_requested()
             found.append(predicted(self.target, text))
         rng = Random(f"read {recipe.seed}")
         length = min(recipe.window, self.target.context_limit)
-        end = math.inf if recipe.seconds is None else time.monotonic() + _READ_SHARE * recipe.seconds
+        end = (
+            math.inf if recipe.seconds is None else time.monotonic() + _READ_SHARE * recipe.seconds
+        )
         if corpus is not None and self.task.prompts is None:
             for _ in range(_READ_FACTOR * len(texts)):
                 if time.monotonic() > end:
@@ -168,16 +205,24 @@ class DraftObjective(Objective):
         self.target.model.free_weights()
         taught = [each for each in found if each.text.part == Part.TRAIN]
         self._held_out = [each for each in found if each.text.part == Part.HELD_OUT]
-        self.batches = DraftBatches(self.task, taught, self.draft.translation, self.draft.context_limit)
+        self.batches = DraftBatches(
+            self.task, taught, self.draft.translation, self.draft.context_limit
+        )
         self._before = self.agreement()
         return self.batches
 
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their labels."""
-        mask = self._masks(Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype)
+        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their
+        labels."""
+        mask = self._masks(
+            Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype
+        )
         with self.autocast():
             logits: Tensor = self._module(
-                input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
+                input_ids=batch.ids,
+                attention_mask=mask,
+                position_ids=batch.positions,
+                use_cache=False,
             ).logits
         return logits.flatten(0, 1), (batch.labels.flatten(), batch.teacher.flatten())
 
@@ -187,40 +232,57 @@ class DraftObjective(Objective):
         is_taught = (teacher != IGNORED) & (tokens != IGNORED)
         is_untaught = (tokens != IGNORED) & ~is_taught
         # index_select, because the backward pass of indexing with a boolean mask sorts.
-        taught, untaught = (logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught))
+        taught, untaught = (
+            logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught)
+        )
         rows = teacher[is_taught].cpu()
-        top_k_ids, log_probs = (table[rows].to(logits.device) for table in (self.batches.top_k_ids, self.batches.top_k_log_probs))
+        top_k_ids, log_probs = (
+            table[rows].to(logits.device)
+            for table in (self.batches.top_k_ids, self.batches.top_k_log_probs)
+        )
         loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
         return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
 
     def agreement(self) -> dict[str, float | None]:
-        """Returns the share of tokens for which draft and target have the same most probable token, in greedy and sampled text.
+        """Returns the share of tokens for which draft and target have the same most probable token,
+        in greedy and sampled text.
 
-        It is measured on the generated tokens of held-out texts; None where there are no such tokens. A draft with another
-        tokenizer reads a text as in drafting (see `translate`).
+        It is measured on the generated tokens of held-out texts; None where there are no such
+        tokens. A draft with another tokenizer reads a text as in drafting (see `translate`).
         """
         held_out = {id(each.text): each for each in self._held_out}
 
         def ranks_of(text: Text) -> Tensor:
-            found = comparisons(self.draft.translation, held_out[id(text)], 0.0, only_generated=True)
+            found = comparisons(
+                self.draft.translation, held_out[id(text)], 0.0, only_generated=True
+            )
             limit = self.draft.context_limit
             logits = self.next_logits(found.ids[:limit])
             inside = found.after < limit
-            best = logits[found.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf).argmax(dim=-1)
+            best = (
+                logits[found.after[inside]]
+                .cpu()
+                .index_fill(-1, self.off_overlap, -torch.inf)
+                .argmax(dim=-1)
+            )
             return (best != found.top_k_ids[inside, 0])[:, None].long()
 
         return first_shares(held_out_agreement([each.text for each in self._held_out], ranks_of)[0])
 
     @inference
     def next_logits(self, ids: Tensor) -> Tensor:
-        """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids` [n]."""
-        logits: Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+        """Returns the draft's next-token logits [n, vocabulary] after each of the token ids `ids`
+        [n]."""
+        logits: Tensor = self._module(input_ids=ids[None].to(self.device), use_cache=False).logits[
+            0
+        ]
         return logits.float()
 
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         """Saves a copy of the draft model's folder with the trained weights.
 
-        The figures get `agreement` with the target, and `agreement_before`, that of the draft before training.
+        The figures get `agreement` with the target, and `agreement_before`, that of the draft
+        before training.
         """
         out = self.task.out
         with torch.no_grad():
@@ -240,44 +302,66 @@ class DraftObjective(Objective):
             "figures": figures,
             "made_with": self.task.made_with(),
         }
-        write_whole(out / DESCRIPTION, _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
+        write_whole(
+            out / DESCRIPTION,
+            _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True),
+        )
         return out, description
 
 
 def check_overlap(translation: Translation, text: Corpus, num_embeddings: int) -> None:
-    """Raises SpecgenError if the draft's vocabulary has too few of the training text's tokens for distillation to gain anything.
+    """Raises SpecgenError if the draft's vocabulary has too few of the training text's tokens for
+    distillation to gain anything.
 
-    Also raises it if the draft's tokenizer has more tokens than `num_embeddings`, the number of embeddings in its model.
+    Also raises it if the draft's tokenizer has more tokens than `num_embeddings`, the number of
+    embeddings in its model.
     """
     tokens = len(translation.draft.pieces)
     if tokens > num_embeddings:
-        raise SpecgenError(f"the draft's tokenizer has {tokens:,} tokens, and its model {num_embeddings:,} embeddings", _HINT)
-    rng, ids = Random(0), list[int]()
+        raise SpecgenError(
+            (
+                f"the draft's tokenizer has {tokens:,} tokens, and its model "
+                f"{num_embeddings:,} embeddings"
+            ),
+            _HINT,
+        )
+    rng = Random(0)
+    ids = list[int]()
     for _ in range(_CHECKED):
         ids += text.sample(rng, _CHECKED_TOKENS)
-    to_draft = translation.target_to_draft  # a model can have more ids than its tokenizer has tokens
+    # a model can have more ids than its tokenizer has tokens
+    to_draft = translation.target_to_draft
     common = sum(id_ < len(to_draft) and to_draft[id_] >= 0 for id_ in ids) / len(ids)
     if common < MIN_OVERLAP:
         shared = f"{common:.0%} of the training text's tokens"
-        raise SpecgenError(f"the draft's vocabulary has only {shared}: more could never be accepted", _HINT)
+        raise SpecgenError(
+            f"the draft's vocabulary has only {shared}: more could never be accepted", _HINT
+        )
 
 
 def off_overlap(translation: Translation | None, vocabulary: int) -> Tensor:
-    """Returns the ids of the draft's tokens that the target lacks, int64; empty without a translation. `vocabulary` is the number
-    of the draft's ids."""
+    """Returns the ids of the draft's tokens that the target lacks, int64; empty without a
+    translation. `vocabulary` is the number of the draft's ids."""
     known = range(vocabulary) if translation is None else translation.target_to_draft
     return torch.tensor(sorted(set(range(vocabulary)).difference(known)), dtype=torch.long)
 
 
-def translate(translation: Translation, ids: Sequence[int], prompt_length: int) -> tuple[list[int], list[int]]:
-    """Returns the draft's token ids for a text of the target's token ids `ids`, as the draft model reads the text in drafting.
+def translate(
+    translation: Translation, ids: Sequence[int], prompt_length: int
+) -> tuple[list[int], list[int]]:
+    """Returns the draft's token ids for a text of the target's token ids `ids`, as the draft model
+    reads the text in drafting.
 
-    The first `prompt_length` tokens are a prompt, which is tokenized anew; each later token is one token of the draft or spelled
-    by several. The second list has, for each of the draft's tokens, the index of the target's token that ends at the same byte,
-    or IGNORED.
+    The first `prompt_length` tokens are a prompt, which is tokenized anew; each later token is one
+    token of the draft or spelled by several. The second list has, for each of the draft's tokens,
+    the index of the target's token that ends at the same byte, or IGNORED.
     """
-    of_draft, positions = list[int](), list[int]()
-    pieces = [translation.prompt(ids[:prompt_length]), *map(translation.spelling, ids[prompt_length:])]
+    of_draft = list[int]()
+    positions = list[int]()
+    pieces = [
+        translation.prompt(ids[:prompt_length]),
+        *map(translation.spelling, ids[prompt_length:]),
+    ]
     for index, piece in enumerate(pieces, prompt_length - 1):
         of_draft += piece
         positions += [*[IGNORED] * (len(piece) - 1), index][: len(piece)]
@@ -287,9 +371,10 @@ def translate(translation: Translation, ids: Sequence[int], prompt_length: int) 
 class Comparisons(NamedTuple):
     """A text in the draft's tokens, with the target's predictions where the models are compared.
 
-    `ids` [n] are the draft's token ids. `after` [c] are the indices in `ids` of the tokens after which the models are compared.
-    `top_k_ids` [c, k] are the target's most probable next tokens there, as the draft's ids (-1 for a token that the draft lacks),
-    and `log_probs` [c, k] their log-probabilities.
+    `ids` [n] are the draft's token ids. `after` [c] are the indices in `ids` of the tokens after
+    which the models are compared. `top_k_ids` [c, k] are the target's most probable next tokens
+    there, as the draft's ids (-1 for a token that the draft lacks), and `log_probs` [c, k] their
+    log-probabilities.
     """
 
     ids: Tensor
@@ -299,25 +384,33 @@ class Comparisons(NamedTuple):
 
 
 def comparisons(
-    translation: Translation | None, found: PredictedText, min_mass: float, *, only_generated: bool = False
+    translation: Translation | None,
+    found: PredictedText,
+    min_mass: float,
+    *,
+    only_generated: bool = False,
 ) -> Comparisons:
-    """Translates a text to the draft's tokens, and finds the tokens after which the models are compared.
+    """Translates a text to the draft's tokens, and finds the tokens after which the models are
+    compared.
 
-    These are the tokens after which both models have read the same bytes and the target gives the tokens that both have a
-    probability of at least `min_mass`. Without a translation (None) they are all tokens or, with `only_generated`, those before
-    tokens that the target generated.
+    These are the tokens after which both models have read the same bytes and the target gives the
+    tokens that both have a probability of at least `min_mass`. Without a translation (None) they
+    are all tokens or, with `only_generated`, those before tokens that the target generated.
     """
     text, length = found.text, len(found.text.ids)
     if translation is None:
         first = text.prompt_length - 1 if only_generated else 0
         after = torch.arange(first, length - only_generated)
-        return Comparisons(torch.tensor(text.ids), after, found.top_k_ids[after], found.top_k_log_probs[after])
+        return Comparisons(
+            torch.tensor(text.ids), after, found.top_k_ids[after], found.top_k_log_probs[after]
+        )
     is_read = text.prompt_length >= length  # a corpus text: its beginning is translated as a prompt
     prompt_length = max(1, int(_READ_CONTEXT * length)) if is_read else text.prompt_length
     ids, positions = translate(translation, text.ids, prompt_length)
     chosen = [(after, before) for after, before in enumerate(positions) if 0 <= before < length - 1]
     after, before = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
-    of_target, log_probs = found.top_k_ids[before], found.top_k_log_probs[before]
+    of_target = found.top_k_ids[before]
+    log_probs = found.top_k_log_probs[before]
     to_draft = torch.tensor(translation.target_to_draft, dtype=torch.int)
     is_known = of_target < len(to_draft)
     top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)

@@ -1,8 +1,10 @@
-"""The training loop that all objectives share: batches, optimizer steps, budget and saved state. Besides, the divergence of
-predictions from the target's, which serves as a loss, and their agreement with the target's, which is measured.
+"""The training loop that all objectives share: batches, optimizer steps, budget and saved state.
+Besides, the divergence of predictions from the target's, which serves as a loss, and their
+agreement with the target's, which is measured.
 
-The batch of a step depends only on the seed and the number of the step. With a budget in steps, a training that is interrupted
-and resumed therefore gives the same weights as one without interruption.
+The batch of a step depends only on the seed and the number of the step. With a budget in steps, a
+training that is interrupted and resumed therefore gives the same weights as one without
+interruption.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ _NONE = torch.empty(0, dtype=torch.long)
 IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
 WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
-_CPU_ROWS = 256  # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
+# predicted tokens whose logits are computed at once on a CPU: few enough for its caches
+_CPU_ROWS = 256
 _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
 _SAVE_SECONDS = 60.0
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
 
-# Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the outputs.
+# Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the
+# outputs.
 Labels = tuple[Tensor, ...]
 # A text as token ids, and their `teacher` values (PackedBatch).
 Taught = tuple[list[int], list[int]]
@@ -50,11 +54,13 @@ SampleText = Callable[[Random, int], Taught]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A batch of sequences that hold several texts each, without padding. All fields are integer tensors [batch, window].
+    """A batch of sequences that hold several texts each, without padding. All fields are integer
+    tensors [batch, window].
 
-    `ids` are the token ids. `positions` start at 0 in each text. `segments` number the texts of a sequence from 0. `labels` are
-    the next tokens, IGNORED at the end of a text. `teacher` is for distillation: each token's row in a table of the target's
-    predictions after it, IGNORED where they are not known.
+    `ids` are the token ids. `positions` start at 0 in each text. `segments` number the texts of a
+    sequence from 0. `labels` are the next tokens, IGNORED at the end of a text. `teacher` is for
+    distillation: each token's row in a table of the target's predictions after it, IGNORED where
+    they are not known.
     """
 
     ids: Tensor
@@ -68,15 +74,16 @@ class PackedBatch:
         return PackedBatch(*(getattr(self, name)[sequences].to(device) for name in self.__slots__))
 
     def forward_pass(self) -> BatchPass:
-        """Returns the pass over the batch without a cache. A token attends to itself and to earlier tokens of its own text."""
+        """Returns the pass over the batch without a cache. A token attends to itself and to earlier
+        tokens of its own text."""
         same = self.segments[:, :, None] == self.segments[:, None, :]
         visible = same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril()
         return BatchPass(self.ids, self.positions, visible, self.positions)
 
 
 def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatch:
-    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window` tokens with texts, which it
-    draws with `rng`."""
+    """Returns a batch with one sequence per sampler. Each sampler fills its sequence of `window`
+    tokens with texts, which it draws with `rng`."""
     sequences = []
     for sample in samplers:
         tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
@@ -84,25 +91,36 @@ def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatc
         while (left := window - len(tokens)) > 0:
             text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
             labels = [*text[1:], IGNORED]
-            tokens += [(text[at], at, segment, labels[at], teacher[at]) for at in range(min(left, len(text)))]
+            tokens += [
+                (text[at], at, segment, labels[at], teacher[at])
+                for at in range(min(left, len(text)))
+            ]
             segment += 1
         sequences.append(tokens)
     return PackedBatch(*torch.tensor(sequences).permute(2, 0, 1).contiguous())
 
 
 class TrainingBatches:
-    """Makes the training batch of each step from corpus text and from the texts `taught`, in the proportion of the recipe.
+    """Makes the training batch of each step from corpus text and from the texts `taught`, in the
+    proportion of the recipe.
 
-    Of the corpus, documents whose use (`Part`) is in `parts` are trained on. `window` is the number of tokens in a sequence
-    (None: the recipe's).
+    Of the corpus, documents whose use (`Part`) is in `parts` are trained on. `window` is the number
+    of tokens in a sequence (None: the recipe's).
     """
 
-    def __init__(self, task: TrainingTask, taught: Sequence[Taught], parts: Collection[Part], window: int | None = None) -> None:
+    def __init__(
+        self,
+        task: TrainingTask,
+        taught: Sequence[Taught],
+        parts: Collection[Part],
+        window: int | None = None,
+    ) -> None:
         self._corpus = task.corpus
         self._taught = taught
         self._parts = parts
         recipe = task.recipe
-        self.window, self._seed = window or recipe.window, recipe.seed
+        self.window = window or recipe.window
+        self._seed = recipe.seed
         share = 1.0 if task.corpus is None else recipe.self_text
         own = max(1, round(recipe.batch * share)) if taught else 0
         self._samplers: list[SampleText] = [self._sample_taught] * own
@@ -122,20 +140,26 @@ class TrainingBatches:
 
 
 class Objective(ABC):
-    """What is trained for `target`: what it computes in training, its loss, its measurements and its files.
+    """What is trained for `target`: what it computes in training, its loss, its measurements and
+    its files.
 
-    `parts` are the uses of text (`Part`) for which it needs text. `parameters` are the weights to train, by name, float32; those
-    that need no gradients are not trained. The loss is computed for `rows` predicted tokens at a time, to limit the memory for
-    logits over `vocabulary` tokens on `device`. Matrix products use float32 if `dtype`, the target's, is float32, otherwise
-    bfloat16. `settings` have to be the same when an interrupted training is resumed. Random choices may depend on seeds alone.
+    `parts` are the uses of text (`Part`) for which it needs text. `parameters` are the weights to
+    train, by name, float32; those that need no gradients are not trained. The loss is computed for
+    `rows` predicted tokens at a time, to limit the memory for logits over `vocabulary` tokens on
+    `device`. Matrix products use float32 if `dtype`, the target's, is float32, otherwise bfloat16.
+    `settings` have to be the same when an interrupted training is resumed. Random choices may
+    depend on seeds alone.
     """
 
     parts: ClassVar[Sequence[Part]] = (Part.TRAIN, Part.HELD_OUT)
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
-        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or saved in the task's folder."""
-        self.task, self.target, self.model = task, target, target.model
+        """Raises SpecgenError if this cannot be trained for the target, on the task's text, or
+        saved in the task's folder."""
+        self.task = task
+        self.target = target
+        self.model = target.model
         self.device = self.model.device
         self.dtype = self.model.dtype
         self.vocabulary = self.model.shape.vocab_size
@@ -143,85 +167,116 @@ class Objective(ABC):
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
 
-    def begin(self, weights: Mapping[str, Tensor], texts: Sequence[Text], parts: Collection[Part]) -> TrainingBatches:
-        """Makes `parameters` of `weights`, and returns batches of the training texts among `texts` and of corpus documents whose
-        use (`Part`) is in `parts`."""
-        self.parameters = {name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()}
-        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN]
+    def begin(
+        self, weights: Mapping[str, Tensor], texts: Sequence[Text], parts: Collection[Part]
+    ) -> TrainingBatches:
+        """Makes `parameters` of `weights`, and returns batches of the training texts among `texts`
+        and of corpus documents whose use (`Part`) is in `parts`."""
+        self.parameters = {
+            name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()
+        }
+        taught = [
+            (text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN
+        ]
         return TrainingBatches(self.task, taught, parts)
 
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
-        """Makes the initial weights and returns the batches, or None if no weights are trained in the loop.
+        """Makes the initial weights and returns the batches, or None if no weights are trained in
+        the loop.
 
-        Frees weights of models that are no longer needed. `texts` are those that the target generated. Raises TrainingStopped if
-        a stop is requested.
+        Frees weights of models that are no longer needed. `texts` are those that the target
+        generated. Raises TrainingStopped if a stop is requested.
         """
 
     @abstractmethod
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        """Does the forward pass and returns its result [n, width], one row per predicted token, with the labels of the rows.
+        """Does the forward pass and returns its result [n, width], one row per predicted token,
+        with the labels of the rows.
 
-        A step's batch may come in several pieces, one per call; `rng` then draws the same numbers for each piece.
+        A step's batch may come in several pieces, one per call; `rng` then draws the same numbers
+        for each piece.
         """
 
     @abstractmethod
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         """Returns the sum of the rows' losses in nats.
 
-        The arguments are a slice of the result of the method `outputs`, and the same slice of each tensor in its labels.
+        The arguments are a slice of the result of the method `outputs`, and the same slice of each
+        tensor in its labels.
         """
 
     @abstractmethod
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         """Rounds the weights to the saved dtype, measures them on held-out texts, and saves them.
 
-        Returns the path of what was saved, and the contents of its description file, which has the given `figures` and the
-        measured ones.
+        Returns the path of what was saved, and the contents of its description file, which has the
+        given `figures` and the measured ones.
         """
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns a context in which matrix products use float32 if the target's dtype is float32, and otherwise bfloat16."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype != torch.float32)
+        """Returns a context in which matrix products use float32 if the target's dtype is float32,
+        and otherwise bfloat16."""
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.dtype != torch.float32
+        )
 
 
 def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     """Trains from text to files: generates text with the target, trains, measures and saves.
 
-    Returns the path of what was saved, and the contents of its description file. Raises TrainingStopped if a stop is requested
-    (the same call resumes the training), SpecgenError if the unfinished work in the output folder belongs to another training,
-    and RunError if the training fails.
+    Returns the path of what was saved, and the contents of its description file. Raises
+    TrainingStopped if a stop is requested (the same call resumes the training), SpecgenError if the
+    unfinished work in the output folder belongs to another training, and RunError if the training
+    fails.
     """
     task = objective.task
     task.begin(objective.target, objective.settings)
     generation = TextGeneration(objective.target, task, objective.parts)
-    texts, start, figures = generation.run(), time.monotonic(), dict[str, Any]()
+    texts = generation.run()
+    start = time.monotonic()
+    figures = dict[str, Any]()
     batches = objective.start(texts)
     if batches is not None:
         training = Training(objective, batches, generation.seconds + time.monotonic() - start)
         training.run()
         minutes = {"writing": generation.seconds / 60, "training": training.seconds / 60}
-        figures = {"steps": training.step, "tokens": training.tokens, "loss": training.loss, "minutes": minutes}
+        figures = {
+            "steps": training.step,
+            "tokens": training.tokens,
+            "loss": training.loss,
+            "minutes": minutes,
+        }
     made = objective.finish(texts, figures)
     shutil.rmtree(task.folder, ignore_errors=True)
     return made
 
 
 class Training:
-    """An objective in training, with a state that is saved in the task's folder every minute and restored from there.
+    """An objective in training, with a state that is saved in the task's folder every minute and
+    restored from there.
 
-    `spent` are seconds of earlier work, such as generating text, which a budget in seconds has to pay too. `seconds` is the time
-    of all steps, `loss` the mean over the last steps in nats per token.
+    `spent` are seconds of earlier work, such as generating text, which a budget in seconds has to
+    pay too. `seconds` is the time of all steps, `loss` the mean over the last steps in nats per
+    token.
     """
 
     def __init__(self, objective: Objective, batches: TrainingBatches, spent: float = 0.0) -> None:
-        self.objective, self.batches, self.task = objective, batches, objective.task
-        self.trained = {name: weight for name, weight in objective.parameters.items() if weight.requires_grad}
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.objective = objective
+        self.batches = batches
+        self.task = objective.task
+        self.trained = {
+            name: weight for name, weight in objective.parameters.items() if weight.requires_grad
+        }
+        self.step = 0
+        self.tokens = 0
+        self.seconds = 0.0
         recipe = self._recipe = self.task.recipe
         self._budget = max(1.0, (recipe.seconds or 0.0) * (1 - _RESERVED_SHARE) - spent)
         betas = (0.9, 0.95)
-        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=recipe.learning_rate, betas=betas, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(
+            self.trained.values(), lr=recipe.learning_rate, betas=betas, weight_decay=0.0
+        )
         self._losses: list[float] = []  # of the last steps
 
     @property
@@ -237,8 +292,8 @@ class Training:
     def run(self) -> None:
         """Trains until the budget is spent.
 
-        Raises TrainingStopped if a stop is requested, after saving the state; RunError if the loss is not finite; SpecgenError if
-        the file with the state is damaged.
+        Raises TrainingStopped if a stop is requested, after saving the state; RunError if the loss
+        is not finite; SpecgenError if the file with the state is damaged.
         """
         state = self.task.folder / "state.pt"
         if state.exists():
@@ -250,7 +305,9 @@ class Training:
             self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
             self.seconds += time.monotonic() - start
             if not math.isfinite(self.loss):
-                raise RunError(f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate")
+                raise RunError(
+                    f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate"
+                )
             self.task.show("Training", self.share, f"step {self.step}, loss {self.loss:.3f}")
             stop = self.task.stop_requested()
             if stop or self.share == 1 or time.monotonic() - saved > _SAVE_SECONDS:
@@ -269,7 +326,8 @@ class Training:
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * self.share))  # from 1 to 0.1
         for group in self._optimizer.param_groups:
             group["lr"] = self._recipe.learning_rate * (min(1.0, (self.step + 1) / warm_up) * decay)
-        batch, device = self.batches.batch(self.step), self.objective.device
+        batch = self.batches.batch(self.step)
+        device = self.objective.device
         labelled = int((batch.labels != IGNORED).sum())
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
         loss = torch.zeros((), device=device)
@@ -283,14 +341,19 @@ class Training:
         return float(loss)
 
     def backward(self, batch: PackedBatch, labelled: int) -> Tensor:
-        """Adds the gradients of `batch`, some sequences of a step's batch, to the trained weights. Returns its share of the loss.
+        """Adds the gradients of `batch`, some sequences of a step's batch, to the trained weights.
+        Returns its share of the loss.
 
-        `labelled` is the number of tokens with a label in the whole step; the loss and the gradients are divided by it. The loss
-        is computed for `Objective.rows` predicted tokens at a time, and the gradients of all of these pieces then pass through
-        the model together. The logits of a long sequence over a large vocabulary are thus never in memory at the same time.
+        `labelled` is the number of tokens with a label in the whole step; the loss and the
+        gradients are divided by it. The loss is computed for `Objective.rows` predicted tokens at a
+        time, and the gradients of all of these pieces then pass through the model together. The
+        logits of a long sequence over a large vocabulary are thus never in memory at the same time.
         """
-        outputs, labels = self.objective.outputs(batch, Random(f"objective {self._recipe.seed} {self.step}"))
-        loss, gradients = torch.zeros((), device=outputs.device), []
+        outputs, labels = self.objective.outputs(
+            batch, Random(f"objective {self._recipe.seed} {self.step}")
+        )
+        loss = torch.zeros((), device=outputs.device)
+        gradients = []
         for start in range(0, len(outputs), self.objective.rows):
             piece = slice(start, start + self.objective.rows)
             leaf = outputs[piece].detach().requires_grad_(outputs.requires_grad)
@@ -304,7 +367,8 @@ class Training:
         return loss / labelled
 
     def save(self, path: Path) -> None:
-        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError if it cannot be written."""
+        """Writes weights, optimizer state and counters to one file, atomically. Raises OSError if
+        it cannot be written."""
         state = {
             "weights": {name: weight.data for name, weight in self.trained.items()},
             "optimizer": self._optimizer.state_dict(),
@@ -326,32 +390,41 @@ class Training:
         self.step, self.tokens, self.seconds, self._losses = state["numbers"]
 
 
-def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_overlap: Tensor = _NONE) -> Tensor:
+def divergence(
+    logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_overlap: Tensor = _NONE
+) -> Tensor:
     """Computes KL(target || draft) [n] in nats at n positions.
 
-    `logits` [n, vocabulary] are the draft's. `top_k_ids` and `top_k_log_probs`, each [n, k], are the target's k most probable
-    tokens and their log-probabilities. All tokens outside the k are merged into one outcome, so the result is a lower bound of
-    the divergence over the whole vocabulary.
+    `logits` [n, vocabulary] are the draft's. `top_k_ids` and `top_k_log_probs`, each [n, k], are
+    the target's k most probable tokens and their log-probabilities. All tokens outside the k are
+    merged into one outcome, so the result is a lower bound of the divergence over the whole
+    vocabulary.
 
-    For a draft with another vocabulary, the overlap are the tokens that both vocabularies have. `off_overlap` [count] are the ids
-    of the draft's tokens off the overlap, and `top_k_ids` are the draft's ids, -1 for a token that it lacks; in each row it has
-    at least one. The outcomes are then each of the k tokens that the draft has, all other tokens on the overlap, and all tokens
-    off it. The target's probability outside the k tokens is divided between the last two outcomes in the proportion in which that
-    of the k tokens is on and off the overlap. With m the target's probability on the overlap, the result is m KL(p' || q') + KL(m
-    || the draft's probability on the overlap), in which p' and q' are the target's and the draft's distribution restricted to the
+    For a draft with another vocabulary, the overlap are the tokens that both vocabularies have.
+    `off_overlap` [count] are the ids of the draft's tokens off the overlap, and `top_k_ids` are the
+    draft's ids, -1 for a token that it lacks; in each row it has at least one. The outcomes are
+    then each of the k tokens that the draft has, all other tokens on the overlap, and all tokens
+    off it. The target's probability outside the k tokens is divided between the last two outcomes
+    in the proportion in which that of the k tokens is on and off the overlap. With m the target's
+    probability on the overlap, the result is m KL(p' || q') + KL(m || the draft's probability on
+    the overlap), in which p' and q' are the target's and the draft's distribution restricted to the
     overlap and renormalized. If `off_overlap` is empty, the second term is left out.
     """
     tiny = torch.finfo(torch.float32).eps
     off_overlap = off_overlap.to(logits.device)
     is_common = top_k_ids >= 0
-    ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))  # gather and scatter need ids
+    # gather and scatter need ids
+    ids = torch.where(is_common, top_k_ids, top_k_ids.amax(dim=-1, keepdim=True))
     common_logits = logits.gather(-1, ids)
     target_probs = top_k_log_probs.exp()
-    common_probs, total = torch.where(is_common, target_probs, 0), target_probs.sum(dim=-1)
+    common_probs = torch.where(is_common, target_probs, 0)
+    total = target_probs.sum(dim=-1)
     on_overlap = common_probs.sum(dim=-1) / total  # m
-    has_rest = logits.shape[-1] - len(off_overlap) > top_k_ids.shape[-1]  # there are other tokens on the overlap
+    # there are other tokens on the overlap
+    has_rest = logits.shape[-1] - len(off_overlap) > top_k_ids.shape[-1]
     if has_rest:
-        # The sum over all other tokens, not 1 minus a sum: for a confident draft that and its gradient would vanish.
+        # The sum over all other tokens, not 1 minus a sum: for a confident draft that and its
+        # gradient would vanish.
         others = torch.cat((ids, off_overlap.expand(len(ids), -1)), dim=-1)
         rest_total = logits.scatter(-1, others, -torch.inf).logsumexp(dim=-1)
         common_total = common_logits.masked_fill(~is_common, -torch.inf).logsumexp(dim=-1)
@@ -375,21 +448,25 @@ def divergence(logits: Tensor, top_k_ids: Tensor, top_k_log_probs: Tensor, off_o
 def held_out_agreement(
     texts: Sequence[Text], ranks_of: Callable[[Text], Tensor]
 ) -> tuple[dict[str, list[float] | None], list[list[float]]]:
-    """Measures how often the target's most probable token is predicted: on the generated tokens of the held-out texts.
+    """Measures how often the target's most probable token is predicted: on the generated tokens of
+    the held-out texts.
 
-    `ranks_of(text)` returns int64 [rows, depths] with one row per draft, which begins after a token of the text. Column n has the
-    rank, in the prediction of the draft's n-th token, of the target's most probable token: 0 if the prediction is right, -1 where
-    nothing was predicted.
+    `ranks_of(text)` returns int64 [rows, depths] with one row per draft, which begins after a token
+    of the text. Column n has the rank, in the prediction of the draft's n-th token, of the target's
+    most probable token: 0 if the prediction is right, -1 where nothing was predicted.
 
-    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and for all other texts
-    (`sampled`), the share of right predictions by depth: the n-th number is that of the n-th drafted token, where all tokens
-    before it were right (EAGLE's n-alpha), up to the last that was ever reached. It is None if there are no such texts.
-    `ranks[n][r]` is the share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of both
-    kinds of text, empty without texts.
+    Returns two things. `agreement` has, for texts that the target generated greedily (`greedy`) and
+    for all other texts (`sampled`), the share of right predictions by depth: the n-th number is
+    that of the n-th drafted token, where all tokens before it were right (EAGLE's n-alpha), up to
+    the last that was ever reached. It is None if there are no such texts. `ranks[n][r]` is the
+    share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of
+    both kinds of text, empty without texts.
     """
     agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
     tables: list[Tensor] = []
-    own = [text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)]
+    own = [
+        text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)
+    ]
     for name, is_greedy in (("greedy", True), ("sampled", False)):
         if found := [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]:
             table = torch.cat(found)
@@ -398,12 +475,14 @@ def held_out_agreement(
             counts = zip(is_right.sum(dim=0).tolist(), is_reached.sum(dim=0).tolist(), strict=True)
             agreement[name] = [right / reached for right, reached in counts if reached]
             columns = [column[column >= 0].clamp_max(RANKS) for column in table.T]
-            by_rank = torch.stack([torch.bincount(column, minlength=RANKS + 1) for column in columns])
+            by_rank = torch.stack(
+                [torch.bincount(column, minlength=RANKS + 1) for column in columns]
+            )
             tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
     return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
 
 
 def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:
-    """Returns the share of right predictions of first drafted tokens, for `greedy` and for `sampled` texts; None without such
-    texts. `agreement` is as `held_out_agreement` returns it."""
+    """Returns the share of right predictions of first drafted tokens, for `greedy` and for
+    `sampled` texts; None without such texts. `agreement` is as `held_out_agreement` returns it."""
     return {name: shares[0] if shares else None for name, shares in agreement.items()}

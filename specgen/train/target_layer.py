@@ -1,4 +1,5 @@
-"""The decoder layer with which the training of a head begins, with the weights of the target's last one."""
+"""The decoder layer with which the training of a head begins, with the weights of the target's last
+one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes, layer_tensors
 from specgen.engine.weights import bias_of
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}  # in config.json
+# in config.json
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 _ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
@@ -39,7 +41,9 @@ def layer_config(target: LoadedModel, layers: int = 1) -> dict[str, Any]:
     }
     if isinstance(shape, Architecture):
         biased_qkv = shape.qkv_bias and not shape.output_bias
-        config["model_type"] = "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
+        config["model_type"] = (
+            "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
+        )
         config["hidden_act"] = _ACTIVATIONS[shape.activation]
         config["rms_norm_eps"] = shape.norm_eps
         config["attention_bias"] = shape.output_bias
@@ -52,13 +56,18 @@ def layer_config(target: LoadedModel, layers: int = 1) -> dict[str, Any]:
 
 
 def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
-    """Returns the weights of the target's last layers and final norm, with the names that the layers of the architecture `own`
-    have.
+    """Returns the weights of the target's last layers and final norm, with the names that the
+    layers of the architecture `own` have.
 
-    They are rescaled so that these layers compute the same. Empty unless the target's layers are built like a Llama's.
+    They are rescaled so that these layers compute the same. Empty unless the target's layers are
+    built like a Llama's.
     """
     theirs = target.model.shape
-    if not isinstance(theirs, Architecture) or theirs.qk_norm not in (None, "head") or not theirs.pre_norms:
+    if (
+        not isinstance(theirs, Architecture)
+        or theirs.qk_norm not in (None, "head")
+        or not theirs.pre_norms
+    ):
         return {}
     if theirs.post_norms or theirs.mlp_bias:
         return {}
@@ -69,23 +78,34 @@ def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
     return made
 
 
-def _converted(found: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int) -> dict[str, Tensor]:
-    """Returns the weights of one layer of the target with the names, and in the form, of a layer of the architecture `own`."""
-    names, made = layer_tensors(theirs, index), layer_tensors(own, index)
+def _converted(
+    found: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int
+) -> dict[str, Tensor]:
+    """Returns the weights of one layer of the target with the names, and in the form, of a layer of
+    the architecture `own`."""
+    names = layer_tensors(theirs, index)
+    made = layer_tensors(own, index)
 
     def split(old: Iterable[str], new: Iterable[str], rows: list[int]) -> dict[str, Tensor]:
         stacked = torch.cat([found[name] for name in old])
         return dict(zip(new, torch.split(stacked, rows), strict=True))
 
-    rows = [count * theirs.head_size for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)]
+    rows = [
+        count * theirs.head_size
+        for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)
+    ]
     weights = split(names.qkv, made.qkv, rows)
     weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
     if theirs.qkv_bias:
         weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
     for name in layer_shapes(own, index):
         if name not in weights:
-            weights[name] = found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
-    query, scale = made.q_norm or made.qkv[0], theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
+            weights[name] = (
+                found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
+            )
+    # a Llama's is 1 / sqrt(head size)
+    query = made.q_norm or made.qkv[0]
+    scale = theirs.attention_scale * theirs.head_size**0.5
     factors = dict.fromkeys((made.output, bias_of(made.output), made.down), theirs.residual_scale)
     factors |= dict.fromkeys((query, bias_of(query)), scale)
     return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in weights.items()}

@@ -1,4 +1,5 @@
-"""What a training run uses besides its models: the recipe, the text, the output folder, and what shows its progress."""
+"""What a training run uses besides its models: the recipe, the text, the output folder, and what
+shows its progress."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ class TrainingStopped(Exception):  # noqa: N818  a stop on request is not an err
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hyperparameters and budget of a training run. They are stored in the description of what was trained.
+    """Hyperparameters and budget of a training run. They are stored in the description of what was
+    trained.
 
-    The budget is a number of optimizer `steps`, or `seconds`; training only an acceptance predictor needs neither. A step uses
-    `batch` sequences of `window` tokens. `self_text` is the share of the sequences that hold text which the target generated or,
-    in distillation, text with the target's predictions; the others hold corpus text. The default learning rate and batch size are
-    those of EESD, Appendix C.
+    The budget is a number of optimizer `steps`, or `seconds`; training only an acceptance predictor
+    needs neither. A step uses `batch` sequences of `window` tokens. `self_text` is the share of the
+    sequences that hold text which the target generated or, in distillation, text with the target's
+    predictions; the others hold corpus text. The default learning rate and batch size are those of
+    EESD, Appendix C.
     """
 
     steps: int | None = None
@@ -45,9 +48,10 @@ class Recipe:
 class TrainingTask:
     """What a training run uses besides its models.
 
-    The target generates training text by continuing `prompts`, or, if there are none, the beginnings of documents in `corpus`.
-    `out` is the output folder; unfinished work is kept in its subfolder `training`. `announce` is called with a line of text,
-    `show` with a stage of the work, its share that is done (0 to 1) and its figures as text. The training stops when
+    The target generates training text by continuing `prompts`, or, if there are none, the
+    beginnings of documents in `corpus`. `out` is the output folder; unfinished work is kept in its
+    subfolder `training`. `announce` is called with a line of text, `show` with a stage of the work,
+    its share that is done (0 to 1) and its figures as text. The training stops when
     `stop_requested` returns True.
     """
 
@@ -70,22 +74,31 @@ class TrainingTask:
             raise TrainingStopped
 
     def begin(self, target: LoadedModel, settings: dict[str, Any]) -> None:
-        """Stores the settings of the run in its folder. Raises SpecgenError if the folder has unfinished work of a run with other
-        settings."""
+        """Stores the settings of the run in its folder. Raises SpecgenError if the folder has
+        unfinished work of a run with other settings."""
         path = self.folder / "settings.json"
         now = {**asdict(self.recipe), **settings, "dtype": target.dtype_name}
-        now["corpus"], now["prompts"] = (text and text.digest() for text in (self.corpus, self.prompts))
+        now["corpus"], now["prompts"] = (
+            text and text.digest() for text in (self.corpus, self.prompts)
+        )
         now["the target model"] = weights_fingerprint(target.folder)
         hint = f"Give the same options, or delete {self.folder} to start again"
         if not path.exists():
             write_whole(path, json.dumps(now))
             return
         before = dict(parse_json(read_text(path, "settings"), f"the settings {path}", hint))
-        changed = [f"{name}: {before.get(name)}, now {value}" for name, value in now.items() if before.get(name) != value]
+        changed = [
+            f"{name}: {before.get(name)}, now {value}"
+            for name, value in now.items()
+            if before.get(name) != value
+        ]
         if changed:
             raise SpecgenError(f"{self.folder} belongs to another run ({'; '.join(changed)})", hint)
 
     def made_with(self) -> dict[str, Any]:
-        """Returns the command line, the recipe and the library versions, which are stored with the result."""
-        command = {"command": "specgen " + " ".join(sys.argv[1:])} if sys.argv[1:2] == ["tune"] else {}
+        """Returns the command line, the recipe and the library versions, which are stored with the
+        result."""
+        command = (
+            {"command": "specgen " + " ".join(sys.argv[1:])} if sys.argv[1:2] == ["tune"] else {}
+        )
         return {**command, **asdict(self.recipe), **versions()}

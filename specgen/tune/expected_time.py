@@ -1,4 +1,5 @@
-"""The expected time of a simulated run: a clock to which the run's target and drafter add the measured seconds of passes."""
+"""The expected time of a simulated run: a clock to which the run's target and drafter add the
+measured seconds of passes."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from specgen.tune.remembered import MemoisedRunner
     from specgen.tune.round_timing import ReferenceOutput
 
-_NO_TOKEN = 1 << 40  # the id of the target's tokens after the end of its output: no drafted token equals it
+# the id of the target's tokens after the end of its output: no drafted token equals it
+_NO_TOKEN = 1 << 40
 
 
 class SimulatedClock(Clock):
-    """A clock that does not measure: `PricedTarget` and the priced drafters add to it the seconds that their passes are expected
-    to take, from `costs`."""
+    """A clock that does not measure: `PricedTarget` and the priced drafters add to it the seconds
+    that their passes are expected to take, from `costs`."""
 
     def __init__(self, costs: RoundCosts) -> None:
         super().__init__(None)
@@ -41,7 +43,8 @@ class SimulatedClock(Clock):
         self._phases[phase] += seconds
 
     def draft_seconds(self, length: int, policy: LengthPolicy, context: Context) -> float:
-        """Returns the expected seconds of a draft of `length` tokens (levels, for a tree) after the context.
+        """Returns the expected seconds of a draft of `length` tokens (levels, for a tree) after the
+        context.
 
         They include the computation of signals if the policy reads any.
         """
@@ -61,18 +64,28 @@ class SimulatedClock(Clock):
 class PricedTarget:
     """The target of a simulated run: adds the expected seconds of each pass to the clock.
 
-    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted tokens as long as they equal
-    those of the `reference`, plain decoding's output. `pass_seconds` are the expected seconds of the last pass that was not the
-    prefill.
+    With `runner` None no model is run. Then this is the run's verifier too, which accepts drafted
+    tokens as long as they equal those of the `reference`, plain decoding's output. `pass_seconds`
+    are the expected seconds of the last pass that was not the prefill.
     """
 
     def __init__(self, reference: ReferenceOutput, clock: SimulatedClock) -> None:
-        self._reference, self._clock, self.pass_seconds = reference, clock, 0.0
+        self._reference = reference
+        self._clock = clock
+        self.pass_seconds = 0.0
         self.runner: DraftRunner | None = None
         self.device = torch.device("cpu")  # nothing waits for it
 
-    def logits(self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = (), *, start: int = 0) -> Any:
-        self._generated, self._rows = len(context) - context.prompt_length, len(draft) + 1
+    def logits(
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = (),
+        *,
+        start: int = 0,
+    ) -> Any:
+        self._generated = len(context) - context.prompt_length
+        self._rows = len(draft) + 1
         if self._generated == 0:
             self._clock.add("prefill", self._reference.prefill_seconds)
         else:
@@ -84,7 +97,10 @@ class PricedTarget:
         return 0
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
-        known = [*self._reference.token_ids[self._generated :], *[_NO_TOKEN] * (len(draft.tokens) + 1)]
+        known = [
+            *self._reference.token_ids[self._generated :],
+            *[_NO_TOKEN] * (len(draft.tokens) + 1),
+        ]
         choices = [known[0], *(known[depth + 1] for depth in depths(draft.parents))]
         return match_path(draft, choices.__getitem__, self._rows)
 
@@ -92,12 +108,19 @@ class PricedTarget:
 class PricedDrafter(LearningDrafter):
     """Runs a method's drafter and adds the expected seconds of each draft to the clock.
 
-    `runner` runs the model that drafts and counts its passes; n passes cost what a draft of n levels does. It is None if no model
-    drafts. Then a draft costs nothing, unless the drafter learns from the target's logits: its drafts cost what others with as
-    many levels do. `prefill_seconds`, of the draft model's pass over the prompt, are added to the first draft.
+    `runner` runs the model that drafts and counts its passes; n passes cost what a draft of n
+    levels does. It is None if no model drafts. Then a draft costs nothing, unless the drafter
+    learns from the target's logits: its drafts cost what others with as many levels do.
+    `prefill_seconds`, of the draft model's pass over the prompt, are added to the first draft.
     """
 
-    def __init__(self, drafter: Drafter, runner: MemoisedRunner | None, clock: SimulatedClock, prefill_seconds: float) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        runner: MemoisedRunner | None,
+        clock: SimulatedClock,
+        prefill_seconds: float,
+    ) -> None:
         self._drafter = drafter
         self._runner = runner
         self._clock = clock
@@ -107,9 +130,17 @@ class PricedDrafter(LearningDrafter):
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = self._runner.calls - before if self._runner is not None else draft.levels if self.learns else 0
+        passes = (
+            self._runner.calls - before
+            if self._runner is not None
+            else draft.levels
+            if self.learns
+            else 0
+        )
         if passes:
-            self._clock.add("draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context))
+            self._clock.add(
+                "draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context)
+            )
             self._prefill_seconds = 0.0
         return draft
 
@@ -121,11 +152,18 @@ class PricedDrafter(LearningDrafter):
 class PricedParallelDrafter:
     """PEARL's drafter in a simulated run: drafting and the target's pass happen at the same time.
 
-    A round takes as long as the longer of the two, plus the measured overhead. The draft model's pass over the prompt adds no
-    time to the target's. `seconds` are the expected seconds of the last draft.
+    A round takes as long as the longer of the two, plus the measured overhead. The draft model's
+    pass over the prompt adds no time to the target's. `seconds` are the expected seconds of the
+    last draft.
     """
 
-    def __init__(self, drafter: ModelDrafter, policy: LengthPolicy, target: PricedTarget, clock: SimulatedClock) -> None:
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        policy: LengthPolicy,
+        target: PricedTarget,
+        clock: SimulatedClock,
+    ) -> None:
         self._drafter = drafter
         self.policy = policy
         self._target = target
@@ -141,11 +179,13 @@ class PricedParallelDrafter:
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._draft = self._drafter.propose(context, self.policy, limit, unverified)
-        self._context, self._lead_seconds, self._target.pass_seconds = context, 0.0, 0.0
+        self._context = context
+        self._lead_seconds = 0.0
+        self._target.pass_seconds = 0.0
 
     def first(self, count: int) -> list[int]:
-        """Returns the draft's first `count` tokens. The target waits for them, so their expected seconds are added to the
-        clock."""
+        """Returns the draft's first `count` tokens. The target waits for them, so their expected
+        seconds are added to the clock."""
         tokens = list(self._draft.tokens[:count])
         self._lead_seconds = self._seconds(len(tokens))
         self._clock.add("draft", self._lead_seconds)
@@ -153,9 +193,16 @@ class PricedParallelDrafter:
 
     def cut(self) -> None:
         """Ends the draft after the token that is being drafted when the target's pass ends."""
-        end, drafted = self._lead_seconds + self._target.pass_seconds, len(self._draft.tokens)
-        length = next((length for length in range(1, drafted) if self._seconds(length) >= end), drafted)
-        self._draft = replace(self._draft.part(0, length), stop_reason="pass ended") if length < drafted else self._draft
+        end = self._lead_seconds + self._target.pass_seconds
+        drafted = len(self._draft.tokens)
+        length = next(
+            (length for length in range(1, drafted) if self._seconds(length) >= end), drafted
+        )
+        self._draft = (
+            replace(self._draft.part(0, length), stop_reason="pass ended")
+            if length < drafted
+            else self._draft
+        )
 
     def finish(self) -> Draft:
         self.seconds = self._seconds(len(self._draft.tokens))

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
 PLAIN = "ar"
 AS_FAST = 0.97  # settings with at least this share of the best expected speed count as equally fast
-EXPECTED_GAIN = 1.1  # an expected speed that is so many times the best measured one is worth a real run
-LEAST_EVIDENCE = 40  # tokens that a method has to generate in real runs before its speed decides anything
+# an expected speed that is so many times the best measured one is worth a real run
+EXPECTED_GAIN = 1.1
+# tokens that a method has to generate in real runs before its speed decides anything
+LEAST_EVIDENCE = 40
 SHORTLIST_SIZE = 3  # methods that are really run, plain decoding not counted
-SHORTLIST_SPEED = 0.75  # methods with less than this share of the best expected speed are not really run
-PARALLEL_MARGIN = 1.25  # the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
+# methods with less than this share of the best expected speed are not really run
+SHORTLIST_SPEED = 0.75
+# the factor by which PEARL's expected speeds were wrong: two processes share cores well or badly
+PARALLEL_MARGIN = 1.25
 ClockFunction = Callable[[], float]
 
 
@@ -53,17 +57,20 @@ class Deadline:
         return self.at - self.clock()
 
     def share(self, fraction: float) -> Deadline:
-        """Returns an earlier deadline: the moment when `fraction` of the time that is left now has passed."""
+        """Returns an earlier deadline: the moment when `fraction` of the time that is left now has
+        passed."""
         now = self.clock()
         return Deadline(now + fraction * (self.at - now), self.clock)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """How the settings of lossy methods are chosen, by their output's perplexity under the target and by their speed.
+    """How the settings of lossy methods are chosen, by their output's perplexity under the target
+    and by their speed.
 
-    With `lowest_perplexity` the settings of the lowest perplexity are chosen (MTAD, Appendix F). Otherwise the fastest of those
-    whose perplexity is at most `bound`, or `bound` times plain decoding's if `is_relative`.
+    With `lowest_perplexity` the settings of the lowest perplexity are chosen (MTAD, Appendix F).
+    Otherwise the fastest of those whose perplexity is at most `bound`, or `bound` times plain
+    decoding's if `is_relative`.
     """
 
     lowest_perplexity: bool = False
@@ -72,14 +79,17 @@ class Objective:
 
     @classmethod
     def parse(cls, objective: str, max_perplexity: str | None) -> Objective:
-        """Reads the options `--objective` and `--max-perplexity` (None: not given). Raises SpecgenError if one is wrong."""
+        """Reads the options `--objective` and `--max-perplexity` (None: not given). Raises
+        SpecgenError if one is wrong."""
         if objective not in ("speed", "perplexity"):
             raise SpecgenError(f"--objective is {objective!r}", "It has to be speed or perplexity")
         if max_perplexity is None:
             return cls(objective == "perplexity")
         if objective == "perplexity":
             hint = "It bounds the perplexity where --objective is speed"
-            raise SpecgenError("--max-perplexity cannot be combined with --objective perplexity", hint)
+            raise SpecgenError(
+                "--max-perplexity cannot be combined with --objective perplexity", hint
+            )
         number = max_perplexity.strip().removesuffix("%")
         is_relative = number != max_perplexity.strip()
         try:
@@ -87,12 +97,15 @@ class Objective:
         except ValueError:
             bound = math.nan
         if not (0 < bound < math.inf if is_relative else 1 < bound < 100):
-            hint = "Give a number between 1 and 100, or a percentage of plain decoding's such as 105%"
+            hint = (
+                "Give a number between 1 and 100, or a percentage of plain decoding's such as 105%"
+            )
             raise SpecgenError(f"--max-perplexity is {max_perplexity!r}", hint)
         return cls(bound=bound, is_relative=is_relative)
 
     def limit(self, plain_perplexity: float) -> float:
-        """Returns the largest perplexity that a lossy method's output may have, given that of plain decoding's output.
+        """Returns the largest perplexity that a lossy method's output may have, given that of plain
+        decoding's output.
 
         It is infinite if the objective is the lowest perplexity.
         """
@@ -108,8 +121,8 @@ BY_SPEED = Objective()
 class TuningRequest:
     """What to tune, on which prompts and until when.
 
-    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template. `objective` says how the
-    settings of lossy methods are chosen.
+    `names` are the methods, None for all. `chat` puts each prompt into the model's chat template.
+    `objective` says how the settings of lossy methods are chosen.
     """
 
     prompts: Sequence[Prompt]
@@ -121,15 +134,17 @@ class TuningRequest:
 
 
 class TuningObserver(Protocol):
-    """Receives a text when a step begins (`doing`) and when it ends (`done`). It is not called while something is timed."""
+    """Receives a text when a step begins (`doing`) and when it ends (`done`). It is not called
+    while something is timed."""
 
     def doing(self, what: str) -> None: ...
 
     def done(self, what: str) -> None: ...
 
 
-# The methods whose drafts are chains of one drafter: drafts of the same length cost the same for all with one `cost_kind`, so
-# one timing serves all. For the methods in `SEARCHED`, rounds are timed for each shape of a tree, of several drafts or of beams.
+# The methods whose drafts are chains of one drafter: drafts of the same length cost the same for
+# all with one `cost_kind`, so one timing serves all. For the methods in `SEARCHED`, rounds are
+# timed for each shape of a tree, of several drafts or of beams.
 SIMPLE = tuple(name for name, method in METHODS.items() if method.tuning.recorded)
 SEARCHED = tuple(
     name
@@ -139,32 +154,47 @@ SEARCHED = tuple(
 
 
 def grid(name: str) -> list[GivenSettings]:
-    """Returns all combinations of settings that tuning tries for the method `name`, in the order in which it tries them.
+    """Returns all combinations of settings that tuning tries for the method `name`, in the order in
+    which it tries them.
 
-    First come the defaults, then what differs from them in one setting, then the rest in random order: a search that runs out of
-    time has then tried some from the whole range. The values are those in `Tuning.grids`; without any, those that the settings of
-    the method's length policy list (`Setting.tuned`).
+    First come the defaults, then what differs from them in one setting, then the rest in random
+    order: a search that runs out of time has then tried some from the whole range. The values are
+    those in `Tuning.grids`; without any, those that the settings of the method's length policy list
+    (`Setting.tuned`).
     """
     method = METHODS[name]
     grids = method.tuning.grids
     if grids is None:
         assert method.policy is not None
-        grids = [{setting: known.tuned for setting, known in POLICIES[method.policy].settings.items() if known.tuned}]
+        grids = [
+            {
+                setting: known.tuned
+                for setting, known in POLICIES[method.policy].settings.items()
+                if known.tuned
+            }
+        ]
     found = combinations(grids)
     Random(0).shuffle(found)
     return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
 
 
 def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
-    return [dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())]
+    return [
+        dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())
+    ]
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from their defaults. A length policy other than the method's counts as one more."""
+    """Returns how many of the settings differ from their defaults. A length policy other than the
+    method's counts as one more."""
     method = METHODS[name]
     policy = settings.get("policy", method.policy)
     known = known_settings(method, None if policy is None else str(policy))
-    own = [key not in known or known[key].default != value for key, value in settings.items() if key != "policy"]
+    own = [
+        key not in known or known[key].default != value
+        for key, value in settings.items()
+        if key != "policy"
+    ]
     return (policy != method.policy) + sum(own)
 
 
@@ -180,13 +210,14 @@ class Evidence(IntEnum):
 class Candidate:
     """A method with settings and its speed in tokens per second.
 
-    `predicted` is the speed expected from a simulation, `measured` the speed on the real models. `speedup` is measured against
-    plain decoding on the same prompts, with the 95 % interval `low` to `high`. All but `predicted` are None if the method was not
-    run on the real models; one prompt gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on
-    the same `prompts` (their number): `speedup` is `measured` divided by it. `tokens` is the number of tokens that the method
-    generated in them, `draft_length` the mean length of its drafts; None if it is not known. `perplexity` is that of a lossy
-    method's output under
-    the target; if there are lossy methods, plain decoding has one too. Otherwise it is None.
+    `predicted` is the speed expected from a simulation, `measured` the speed on the real models.
+    `speedup` is measured against plain decoding on the same prompts, with the 95 % interval `low`
+    to `high`. All but `predicted` are None if the method was not run on the real models; one prompt
+    gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on the
+    same `prompts` (their number): `speedup` is `measured` divided by it. `tokens` is the number of
+    tokens that the method generated in them, `draft_length` the mean length of its drafts; None if
+    it is not known. `perplexity` is that of a lossy method's output under the target; if there are
+    lossy methods, plain decoding has one too. Otherwise it is None.
     """
 
     name: str
@@ -212,8 +243,8 @@ class Candidate:
 
     @property
     def evidence(self) -> Evidence:
-        """What the speed rests on: real runs on several prompts or on one, or else a simulation. Several prompts with fewer than
-        `LEAST_EVIDENCE` tokens in all count as one."""
+        """What the speed rests on: real runs on several prompts or on one, or else a simulation.
+        Several prompts with fewer than `LEAST_EVIDENCE` tokens in all count as one."""
         if self.measured is None:
             return Evidence.SIMULATION
         is_short = self.tokens is not None and self.tokens < LEAST_EVIDENCE
@@ -223,8 +254,9 @@ class Candidate:
     def rank(self) -> tuple[Evidence, float]:
         """A sort key: the best candidate has the largest one.
 
-        Stronger evidence goes before speed. The speed of those that ran on several prompts is the lower end of their speedup's
-        interval: a method that is fast on some prompts and slow on others is no safe choice for new ones.
+        Stronger evidence goes before speed. The speed of those that ran on several prompts is the
+        lower end of their speedup's interval: a method that is fast on some prompts and slow on
+        others is no safe choice for new ones.
         """
         speed = {
             Evidence.SIMULATION: self.predicted,
@@ -235,7 +267,8 @@ class Candidate:
 
     @property
     def is_proven_faster(self) -> bool:
-        """Whether it was faster than plain decoding on several prompts, by its speedup's whole interval."""
+        """Whether it was faster than plain decoding on several prompts, by its speedup's whole
+        interval."""
         return self.evidence is Evidence.SEVERAL_PROMPTS and (self.low or 0.0) > 1
 
     @property
@@ -248,16 +281,18 @@ class Candidate:
 class TuningOutcome:
     """The result of a tuning.
 
-    `methods` has the best settings of each method, plain decoding included, sorted by expected speed, fastest first. `prompts` is
-    the number of prompts. `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a round runs: `echo` (the target
-    alone), `model` (the draft model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single
-    passes, None without a drafter. `acceptance_probability` is the mean probability that the target accepts a drafted token,
-    given that it accepted all tokens before it; None if no drafts were recorded. `left_out` gives the reason for each method that
-    was not tuned. `draft_dtype` (`int8`) is what the draft's weights were rounded to because that was faster, None if they were
-    not. `pair` has the models that were chosen. `real_runs` is the number of real runs, `simulated` that of the settings that
-    were simulated. `missing_seconds` is how much more time would be needed for what was left out because time was short, as far
-    as this can be estimated. `named` are the methods that the user named, None for all: no other one can be chosen, but for plain
-    decoding.
+    `methods` has the best settings of each method, plain decoding included, sorted by expected
+    speed, fastest first. `prompts` is the number of prompts. `costs` has the seconds of a round
+    (`RoundCosts.as_dict`), by what a round runs: `echo` (the target alone), `model` (the draft
+    model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single
+    passes, None without a drafter. `acceptance_probability` is the mean probability that the target
+    accepts a drafted token, given that it accepted all tokens before it; None if no drafts were
+    recorded. `left_out` gives the reason for each method that was not tuned. `draft_dtype` (`int8`)
+    is what the draft's weights were rounded to because that was faster, None if they were not.
+    `pair` has the models that were chosen. `real_runs` is the number of real runs, `simulated` that
+    of the settings that were simulated. `missing_seconds` is how much more time would be needed for
+    what was left out because time was short, as far as this can be estimated. `named` are the
+    methods that the user named, None for all: no other one can be chosen, but for plain decoding.
     """
 
     methods: Sequence[Candidate]
@@ -277,30 +312,37 @@ class TuningOutcome:
     @property
     def _speculative(self) -> list[Candidate]:
         """The methods that can be chosen, but for plain decoding."""
-        return [each for each in self.methods if each.name != PLAIN and each.lossless and self._may_choose(each.name)]
+        return [
+            each
+            for each in self.methods
+            if each.name != PLAIN and each.lossless and self._may_choose(each.name)
+        ]
 
     def _may_choose(self, name: str) -> bool:
         return self.named is None or name in self.named
 
     @property
     def best(self) -> Candidate:
-        """The best lossless method other than plain decoding (`Candidate.rank`); plain decoding if there is no such method."""
+        """The best lossless method other than plain decoding (`Candidate.rank`); plain decoding if
+        there is no such method."""
         return max(self._speculative, key=lambda each: each.rank, default=plain_of(self.methods))
 
     @property
     def default(self) -> Candidate:
-        """The method that decodes where no profile names one; with plain decoding's speed if nothing is known about it."""
+        """The method that decodes where no profile names one; with plain decoding's speed if
+        nothing is known about it."""
         speed = plain_of(self.methods).predicted
         own = (each for each in self.methods if each.name == DEFAULT_METHOD)
         return next(own, Candidate(DEFAULT_METHOD, {}, speed))
 
     @property
     def promising(self) -> Candidate | None:
-        """The fastest method that may well be faster than the best one, if more real runs confirm its speed. None if there is
-        none.
+        """The fastest method that may well be faster than the best one, if more real runs confirm
+        its speed. None if there is none.
 
-        It ran on one prompt only and was faster there, or it was only simulated and is expected to be much faster
-        (`EXPECTED_GAIN`). The best one's speed counts as plain decoding's if that is higher, or if the best one was not run.
+        It ran on one prompt only and was faster there, or it was only simulated and is expected to
+        be much faster (`EXPECTED_GAIN`). The best one's speed counts as plain decoding's if that is
+        higher, or if the best one was not run.
         """
         best = self.best
         known = 1.0 if best.evidence is Evidence.SIMULATION else max(1.0, self.speedup_of(best))
@@ -309,16 +351,19 @@ class TuningOutcome:
             Evidence.ONE_PROMPT: known,
             Evidence.SEVERAL_PROMPTS: math.inf,
         }
-        faster = [each for each in self._speculative if self.speedup_of(each) > needed[each.evidence]]
+        faster = [
+            each for each in self._speculative if self.speedup_of(each) > needed[each.evidence]
+        ]
         return max(faster, key=self.speedup_of, default=None)
 
     @property
     def verdict(self) -> TuningVerdict:
         """Whether the best speculative method is faster than plain decoding.
 
-        `no time`: nothing was run on the real models. `pays`: the 95 % interval of the best one's measured speedup is above 1.
-        `unconfirmed`: it is not, and another one may be faster (`promising`), or the best one ran on one prompt only. `unclear`:
-        its measured speedup is at least 1, but the interval contains 1. `does not pay`: it is slower, or there is none.
+        `no time`: nothing was run on the real models. `pays`: the 95 % interval of the best one's
+        measured speedup is above 1. `unconfirmed`: it is not, and another one may be faster
+        (`promising`), or the best one ran on one prompt only. `unclear`: its measured speedup is at
+        least 1, but the interval contains 1. `does not pay`: it is slower, or there is none.
         """
         best = self.best
         if all(each.evidence is Evidence.SIMULATION for each in self.methods):
@@ -335,10 +380,11 @@ class TuningOutcome:
 
     @property
     def chosen(self) -> Candidate:
-        """The method to decode with: the best one if it was proven to be faster than plain decoding, else the default.
+        """The method to decode with: the best one if it was proven to be faster than plain
+        decoding, else the default.
 
-        Plain decoding takes the default's place only if that was slower on several prompts, and if no other method may be faster,
-        or if the user named others.
+        Plain decoding takes the default's place only if that was slower on several prompts, and if
+        no other method may be faster, or if the user named others.
         """
         if self.verdict == "pays":
             return self.best
@@ -348,8 +394,13 @@ class TuningOutcome:
         return plain_of(self.methods) if is_settled and self.default.was_slower else self.default
 
     def speedup_of(self, method: Candidate) -> float:
-        """Returns the measured speedup over plain decoding, or the expected speedup if the method was not measured."""
-        return 1.0 if method.name == PLAIN else method.speedup or method.predicted / plain_of(self.methods).predicted
+        """Returns the measured speedup over plain decoding, or the expected speedup if the method
+        was not measured."""
+        return (
+            1.0
+            if method.name == PLAIN
+            else method.speedup or method.predicted / plain_of(self.methods).predicted
+        )
 
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
@@ -357,26 +408,38 @@ def plain_of(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
-    """Returns one of the candidates `tried`, which are all of one method: the best one, preferring default settings.
+    """Returns one of the candidates `tried`, which are all of one method: the best one, preferring
+    default settings.
 
-    Of the candidates with at least `AS_FAST` of the best expected speed, it has the fewest settings that differ from the
-    defaults. A small advantage on these prompts may not hold on others.
+    Of the candidates with at least `AS_FAST` of the best expected speed, it has the fewest settings
+    that differ from the defaults. A small advantage on these prompts may not hold on others.
     """
     best = max(candidate.predicted for candidate in tried)
     fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
-    return min(fast, key=lambda candidate: (distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted))
+    return min(
+        fast,
+        key=lambda candidate: (
+            distance_from_defaults(candidate.name, candidate.settings),
+            -candidate.predicted,
+        ),
+    )
 
 
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns up to `SHORTLIST_SIZE` candidates to run on the real models, the most promising first.
+    """Returns up to `SHORTLIST_SIZE` candidates to run on the real models, the most promising
+    first.
 
-    They have at least `SHORTLIST_SPEED` of the best expected speed. For this choice PEARL's expected speed is multiplied by
-    `PARALLEL_MARGIN`, because it is uncertain.
+    They have at least `SHORTLIST_SPEED` of the best expected speed. For this choice PEARL's
+    expected speed is multiplied by `PARALLEL_MARGIN`, because it is uncertain.
     """
 
     def possible(candidate: Candidate) -> float:
-        return candidate.predicted * (PARALLEL_MARGIN if METHODS[candidate.name].is_parallel else 1.0)
+        return candidate.predicted * (
+            PARALLEL_MARGIN if METHODS[candidate.name].is_parallel else 1.0
+        )
 
     best = max((candidate.predicted for candidate in candidates), default=0.0)
-    promising = [candidate for candidate in candidates if possible(candidate) >= SHORTLIST_SPEED * best]
+    promising = [
+        candidate for candidate in candidates if possible(candidate) >= SHORTLIST_SPEED * best
+    ]
     return sorted(promising, key=possible, reverse=True)[:SHORTLIST_SIZE]

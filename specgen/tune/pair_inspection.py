@@ -1,5 +1,5 @@
-"""Inspects target and draft model for `specgen inspect`: facts from their files, which methods can run, what the others lack, and
-times of the loaded models' passes."""
+"""Inspects target and draft model for `specgen inspect`: facts from their files, which methods can
+run, what the others lack, and times of the loaded models' passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
 from specgen.engine.model import NO_LIMIT
-from specgen.engine.model_loading import ModelSource, PreparedModel, check_weight_files, prepare, translation_between
+from specgen.engine.model_loading import (
+    ModelSource,
+    PreparedModel,
+    check_weight_files,
+    prepare,
+    translation_between,
+)
 from specgen.engine.model_runner import time_passes
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.spread.placement import Placement, Stage, place
@@ -42,20 +48,24 @@ _PROBES: Sequence[str] = (
     "数学は楽しい 🙂 1234567890",
 )
 _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies are listed
-_OUTPUT_TOKENS = 32  # new tokens of the target after each example prompt, on which different tokenizers are compared
-CONTEXT_LENGTH = 256  # tokens in the cache when passes are timed; fewer where a model's context is shorter
+# new tokens of the target after each example prompt, on which different tokenizers are compared
+_OUTPUT_TOKENS = 32
+# tokens in the cache when passes are timed; fewer where a model's context is shorter
+CONTEXT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a model, read from its files.
 
-    `dtype` is the one in which the model would run, `dtype_reason` says why. In this dtype, all weights take `weight_bytes`
-    (quantised ones stay packed as in their files), and the cached keys and values of one token `cache_bytes`. `context_limit` is
-    the largest number of tokens in a context, None if the config names no limit. `table_rows` is the number of rows of the
-    embedding table. `backend` runs the forward pass. `fallback` says why that is transformers, `tokenizer_fallback` why
-    transformers reads the tokenizer; both are None otherwise. `tokenizer_warning` is a sentence for the user about a
-    tokenizer that may give other tokens than the model's, or None.
+    `dtype` is the one in which the model would run, `dtype_reason` says why. In this dtype, all
+    weights take `weight_bytes` (quantised ones stay packed as in their files), and the cached keys
+    and values of one token `cache_bytes`. `context_limit` is the largest number of tokens in a
+    context, None if the config names no limit. `table_rows` is the number of rows of the embedding
+    table. `backend` runs the forward pass. `fallback` says why that is transformers,
+    `tokenizer_fallback` why transformers reads the tokenizer; both are None otherwise.
+    `tokenizer_warning` is a sentence for the user about a tokenizer that may give other tokens than
+    the model's, or None.
     """
 
     name: str
@@ -78,11 +88,13 @@ class ModelFacts:
 
 
 def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
-    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if they cannot be read.
+    """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if
+    they cannot be read.
 
     `device` is where the model would run, `weights` the dtype of its weights there.
     """
-    shape, size = prepared.shape, weights.dtype.itemsize
+    shape = prepared.shape
+    size = weights.dtype.itemsize
     check_weight_files(prepared.folder, prepared.name)
     return ModelFacts(
         prepared.name,
@@ -109,12 +121,13 @@ def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeCho
 class TokenizerFacts:
     """A comparison of the target's and the draft model's tokenizer.
 
-    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both. `differences` has the first ids that do
-    not: each `token_id` with its token in `target` and `draft`, None where there is none. `refusal` says why drafts cannot be
-    translated token by token, None if they can or need not be. `probe` is a text that the tokenizers encode differently although
-    their vocabularies match, with its token ids from the target's and from the draft's; None if they encode all test texts alike.
-    `overlap` says how much of a text is split into the same tokens by both; None if the vocabularies match, or if it cannot be
-    computed.
+    Sizes are numbers of tokens; `shared` counts the ids that mean the same token in both.
+    `differences` has the first ids that do not: each `token_id` with its token in `target` and
+    `draft`, None where there is none. `refusal` says why drafts cannot be translated token by
+    token, None if they can or need not be. `probe` is a text that the tokenizers encode differently
+    although their vocabularies match, with its token ids from the target's and from the draft's;
+    None if they encode all test texts alike. `overlap` says how much of a text is split into the
+    same tokens by both; None if the vocabularies match, or if it cannot be computed.
     """
 
     target_size: int
@@ -130,14 +143,16 @@ class TokenizerFacts:
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
 
-    `draft` and `tokenizers` (a comparison of the two) are None without a draft model. `free_bytes` is the free memory on the
-    target's device, None if the system does not report it; `draft_free_bytes` that on the draft model's, None if it is the same
-    device. `methods` says for each method whether it can run. `speedup_model` has the pass times of each model alone, None if not
-    measured. `parallel_costs` has the pass times while both models run at the same time, as in PEARL; None if not measured or
-    without a usable draft model. `threads` is the chosen number of CPU threads, None if not measured. `placement` says which
-    layers are on which device; None unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
-    processes that torchrun started, None without it. `rounding` says what rounding the target's weights costs; None if they are
-    not rounded, or if that was not measured.
+    `draft` and `tokenizers` (a comparison of the two) are None without a draft model. `free_bytes`
+    is the free memory on the target's device, None if the system does not report it;
+    `draft_free_bytes` that on the draft model's, None if it is the same device. `methods` says for
+    each method whether it can run. `speedup_model` has the pass times of each model alone, None if
+    not measured. `parallel_costs` has the pass times while both models run at the same time, as in
+    PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of
+    CPU threads, None if not measured. `placement` says which layers are on which device; None
+    unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
+    processes that torchrun started, None without it. `rounding` says what rounding the target's
+    weights costs; None if they are not rounded, or if that was not measured.
     """
 
     target: ModelFacts
@@ -156,12 +171,18 @@ class PairReport:
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`.
 
-        `cache_bytes` is the size of both models' caches for the longest context; None if the target has no context limit.
+        `cache_bytes` is the size of both models' caches for the longest context; None if the target
+        has no context limit.
         """
-        found, model = asdict(replace(self, placement=None)), self.speedup_model
+        found = asdict(replace(self, placement=None))
+        model = self.speedup_model
         models = [self.target] if self.draft is None else [self.target, self.draft]
         longest = self.target.context_limit
-        cached = (each.cache_bytes * min(each.context_limit or longest, longest) for each in models if longest is not None)
+        cached = (
+            each.cache_bytes * min(each.context_limit or longest, longest)
+            for each in models
+            if longest is not None
+        )
         overlap = None if self.tokenizers is None else self.tokenizers.overlap
         if overlap is not None:
             found["tokenizers"]["overlap"] = overlap.as_dict()
@@ -182,14 +203,23 @@ class PairReport:
 def _placement(placement: Placement) -> dict[str, Any]:
     def described(stage: Stage) -> dict[str, Any]:
         layers = [stage.layers.start, stage.layers.stop - 1] if stage.layers else None
-        sizes = {name: getattr(stage, name) for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes")}
+        sizes = {
+            name: getattr(stage, name)
+            for name in ("weight_bytes", "cache_bytes", "working_bytes", "draft_bytes")
+        }
         return {"device": str(stage.device), "layers": layers, **sizes, "free_bytes": stage.free}
 
     draft = None if placement.draft_device is None else str(placement.draft_device)
-    return {"context": placement.context, "draft": draft, "devices": [described(stage) for stage in placement.stages]}
+    return {
+        "context": placement.context,
+        "draft": draft,
+        "devices": [described(stage) for stage in placement.stages],
+    }
 
 
-def _measured(model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None) -> dict[str, Any]:
+def _measured(
+    model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None
+) -> dict[str, Any]:
     def expected(acceptance: float) -> dict[str, float]:
         k, speedup = model.best(acceptance)
         return {"acceptance": acceptance, "draft_length": k, "speedup": speedup}
@@ -217,13 +247,15 @@ def inspect_files(
     parts: tuple[Path | None, Path | None] = (None, None),
     named: tuple[str, str | None] = ("auto", None),
 ) -> PairReport:
-    """Reports on target and draft model from their configs, tokenizers and the headers of their weight files.
+    """Reports on target and draft model from their configs, tokenizers and the headers of their
+    weight files.
 
-    `devices` are the target's and the draft's, `named` the names that the user gave for them; with `auto-map` this function plans
-    the devices itself. `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it too.
-    `parts` are the paths of the exit layer and the head that the user named. A draft model with another tokenizer is reported,
-    not refused. Raises SpecgenError if a model cannot be used at all, and RunError if the target does not fit on the planned
-    devices.
+    `devices` are the target's and the draft's, `named` the names that the user gave for them; with
+    `auto-map` this function plans the devices itself. `dtypes` are the dtype for both models, and
+    the draft model's own; None: the first holds for it too. `parts` are the paths of the exit layer
+    and the head that the user named. A draft model with another tokenizer is reported, not refused.
+    Raises SpecgenError if a model cannot be used at all, and RunError if the target does not fit on
+    the planned devices.
     """
     launched = launch()
     models = [prepare(source, announce) for source in (target, draft) if source is not None]
@@ -239,7 +271,9 @@ def inspect_files(
         facts[0],
         facts[1] if draft is not None else None,
         tokenizers,
-        free_memory(devices[0]) if placement is None else sum(stage.free for stage in placement.stages),
+        free_memory(devices[0])
+        if placement is None
+        else sum(stage.free for stage in placement.stages),
         readiness(models[0], parts, tokenizers),
         placement=placement,
         ranks=None if launched is None else launched.ranks,
@@ -247,16 +281,26 @@ def inspect_files(
     )
 
 
-def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], None]) -> PairReport:
-    """Returns the report with what only loaded models can tell: pass times, threads, what rounding costs, the overlap of
-    different tokenizers on the target's output, and methods that fail with this pair."""
+def with_measurements(
+    report: PairReport, pair: Pair, announce: Callable[[str], None]
+) -> PairReport:
+    """Returns the report with what only loaded models can tell: pass times, threads, what rounding
+    costs, the overlap of different tokenizers on the target's output, and methods that fail with
+    this pair."""
     tokenizers = report.tokenizers
     if tokenizers is not None and tokenizers.overlap is not None and pair.draft is not None:
         announce("generating text to compare the tokenizers on")
         sampling = SamplingParams(max_new_tokens=_OUTPUT_TOKENS)
-        outputs = [pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)]
-        tokenizers = replace(tokenizers, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs))
-    errors = {name: None if not found.ready else obstacle(pair, name) for name, found in report.methods.items()}
+        outputs = [
+            pair.generate(ids, "ar", sampling).token_ids for ids in example_prompts(pair.target)
+        ]
+        tokenizers = replace(
+            tokenizers, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs)
+        )
+    errors = {
+        name: None if not found.ready else obstacle(pair, name)
+        for name, found in report.methods.items()
+    }
     return replace(
         report,
         tokenizers=tokenizers,
@@ -264,12 +308,16 @@ def with_measurements(report: PairReport, pair: Pair, announce: Callable[[str], 
         threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
         rounding=rounding_cost(pair, announce),
-        methods={**report.methods, **{name: Readiness.of(error) for name, error in errors.items() if error is not None}},
+        methods={
+            **report.methods,
+            **{name: Readiness.of(error) for name, error in errors.items() if error is not None},
+        },
     )
 
 
 def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
-    """Measures the pass times of each model while the other is idle, and returns them with the speedups that they allow."""
+    """Measures the pass times of each model while the other is idle, and returns them with the
+    speedups that they allow."""
     longest = min(model.context_limit for model in (pair.target, pair.draft) if model is not None)
     length = max(1, min(CONTEXT_LENGTH, longest - max(WIDTHS)))
     widths = [width for width in WIDTHS if length + width <= longest] or [1]
@@ -285,7 +333,8 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
     """Measures pass times while both models run at the same time, which decide PEARL's window.
 
-    None without a draft model, if its tokens cannot be translated, and if it drafts in one pass, which PEARL does not run.
+    None without a draft model, if its tokens cannot be translated, and if it drafts in one pass,
+    which PEARL does not run.
     """
     if pair.draft is None or pair.draft.refusal is not None or pair.draft.drafts_blocks:
         return None
@@ -295,28 +344,41 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
 
 
 def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
-    ours, theirs = ({id_: token for token, id_ in model.tokenizer.vocabulary().items()} for model in (target, draft))
+    ours, theirs = (
+        {id_: token for token, id_ in model.tokenizer.vocabulary().items()}
+        for model in (target, draft)
+    )
     differing = [id_ for id_ in sorted(ours | theirs) if ours.get(id_) != theirs.get(id_)]
-    first = [{"token_id": id_, "target": ours.get(id_), "draft": theirs.get(id_)} for id_ in differing[:_SHOWN_DIFFERENCES]]
+    first = [
+        {"token_id": id_, "target": ours.get(id_), "draft": theirs.get(id_)}
+        for id_ in differing[:_SHOWN_DIFFERENCES]
+    ]
     refusal = probe = overlap = None
     try:
         if translation_between(target, draft) is None:
-            texts = ((text, tuple(target.tokenizer.encode(text)), tuple(draft.tokenizer.encode(text))) for text in _PROBES)
+            texts = (
+                (text, tuple(target.tokenizer.encode(text)), tuple(draft.tokenizer.encode(text)))
+                for text in _PROBES
+            )
             probe = next((found for found in texts if found[1] != found[2]), None)
         else:
             overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
     except NoTokenBytes as error:
         refusal = error.message
-    return TokenizerFacts(len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap)
+    return TokenizerFacts(
+        len(ours), len(theirs), len(ours | theirs) - len(differing), first, refusal, probe, overlap
+    )
 
 
 def readiness(
     target: PreparedModel, parts: tuple[Path | None, Path | None], tokenizers: TokenizerFacts | None
 ) -> dict[str, Readiness]:
-    """Returns for each method whether it can run, as far as the models' files show. Reads no weights of models.
+    """Returns for each method whether it can run, as far as the models' files show. Reads no
+    weights of models.
 
-    `parts` are the exit layer and the head that the user named. `tokenizers` is None without a draft model. Raises SpecgenError
-    if a named part does not exist, is damaged or belongs to another target.
+    `parts` are the exit layer and the head that the user named. `tokenizers` is None without a
+    draft model. Raises SpecgenError if a named part does not exist, is damaged or belongs to
+    another target.
     """
     models = KnownModels(
         draft=None if tokenizers is None else "draft",
@@ -328,9 +390,11 @@ def readiness(
     return {name: method.check(models) for name, method in methods.METHODS.items()}
 
 
-def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | None) -> Mapping[str, Readiness]:
-    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the target, each with a reason and what
-    to do."""
+def _missing_parts(
+    target: PreparedModel, exit_layer: Path | None, head: Path | None
+) -> Mapping[str, Readiness]:
+    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the
+    target, each with a reason and what to do."""
     part_of = unloaded(target)
     store = PartStore(part_of, is_bundled=target.source.label == "demo/target")
     if exit_layer is not None:
@@ -342,19 +406,25 @@ def _missing_parts(target: PreparedModel, exit_layer: Path | None, head: Path | 
     for kind in (EXIT, *HEADS):
         parts = getattr(target.shape, "fixed_parts", None)
         if kind == EXIT and parts is not None:
-            missing[kind] = Readiness(False, f"the target has {parts}, which cannot be trained", "take a draft model, or lookup")
+            missing[kind] = Readiness(
+                False,
+                f"the target has {parts}, which cannot be trained",
+                "take a draft model, or lookup",
+            )
         elif store.find(kind) is None:
             why = f"no {'exit layer' if kind == EXIT else 'head'}"
             hint = f"train one with {training_command(kind, location)}"
             if kind == MTP:
-                why, hint = "no drafting layers in the target's own files", ""
+                why = "no drafting layers in the target's own files"
+                hint = ""
             error = store.refusal(kind)
             missing[kind] = Readiness(False, why, hint) if error is None else Readiness.of(error)
     return missing
 
 
 def _unlike_llama(prepared: PreparedModel) -> str | None:
-    """Returns the model's family if its layers cannot be run one by one; None if they can, or if that is not known."""
+    """Returns the model's family if its layers cannot be run one by one; None if they can, or if
+    that is not known."""
     if prepared.backend == "native":
         return None
     from specgen.engine.transformers.transformers_model import missing_part, model_without_weights
@@ -364,13 +434,17 @@ def _unlike_llama(prepared: PreparedModel) -> str | None:
 
 
 def obstacle(pair: Pair, name: str) -> SpecgenError | None:
-    """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it can decode. Measures
-    nothing."""
+    """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it
+    can decode. Measures nothing."""
     method = methods.find(name)
     given: dict[str, Any] = dict(method.unmeasured)
     if method.policy is not None:
         given |= methods.POLICIES[method.policy].unmeasured
-    if pair.draft is not None and pair.draft.refusal is not None and "translation" in method.settings:
+    if (
+        pair.draft is not None
+        and pair.draft.refusal is not None
+        and "translation" in method.settings
+    ):
         given |= {"translation": "text"}
     try:
         pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))

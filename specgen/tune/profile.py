@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def from_outcome(
-    outcome: TuningOutcome, key: Conditions, prompts: Sequence[Prompt] | None = None, rounding: RoundingCost | None = None
+    outcome: TuningOutcome,
+    key: Conditions,
+    prompts: Sequence[Prompt] | None = None,
+    rounding: RoundingCost | None = None,
 ) -> Profile:
-    """Returns the profile of a tuning that was done under the conditions `key` and on `prompts` (None: unknown)."""
-    sampling, chosen = outcome.sampling, outcome.chosen
+    """Returns the profile of a tuning that was done under the conditions `key` and on `prompts`
+    (None: unknown)."""
+    sampling = outcome.sampling
+    chosen = outcome.chosen
     return Profile(
         version=1,
         written=datetime.now(UTC).replace(microsecond=0),
@@ -34,7 +39,9 @@ def from_outcome(
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs=dict(outcome.costs),
-            prompt_fingerprints=None if prompts is None else [prompt.fingerprint for prompt in prompts],
+            prompt_fingerprints=None
+            if prompts is None
+            else [prompt.fingerprint for prompt in prompts],
             rounding=None if rounding is None else rounding._asdict(),
         ),
     )

@@ -1,5 +1,5 @@
-"""Which methods are worth the time of a tuning: the likeliest ones, which are really run first, and those that are predicted far
-behind, which are not simulated further. Imports no torch."""
+"""Which methods are worth the time of a tuning: the likeliest ones, which are really run first, and
+those that are predicted far behind, which are not simulated further. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 
 MOST_LIKELY = 3  # methods that are really run first, besides plain decoding and the default
 BEHIND = 0.7  # settings that are slower than this share of the fastest known ones are far behind
-SLACK = 2  # tokens: a simulation is ended when even with so many more accepted ones it would be far behind
+# tokens: a simulation is ended when even with so many more accepted ones it would be far behind
+SLACK = 2
 STRIKES = 4  # settings in a row that were far behind, after which a method is given up
 
 
 def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
-    """Returns the methods of `names` to run first, the likeliest to be fast first: those that the user `named`, or else one for
-    each thing that can draft here, such as the draft model, a head or the text itself.
+    """Returns the methods of `names` to run first, the likeliest to be fast first: those that the
+    user `named`, or else one for each thing that can draft here, such as the draft model, a head or
+    the text itself.
 
-    PEARL, whose worker has to be started and timed first, is only among them if it was named. Lossy methods come last.
+    PEARL, whose worker has to be started and timed first, is only among them if it was named. Lossy
+    methods come last.
     """
-    usual = [name for name in (*USUAL, *METHODS) if name in names and name not in (PLAIN, DEFAULT_METHOD)]
+    usual = [
+        name for name in (*USUAL, *METHODS) if name in names and name not in (PLAIN, DEFAULT_METHOD)
+    ]
     found = dict[str, str]()
     for name in dict.fromkeys(usual):
         method = METHODS[name]
@@ -41,12 +46,15 @@ def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
 class Prospects:
     """What is known so far about how fast methods can be, as speedups over plain decoding.
 
-    `named` are the methods that the user named: their settings are compared only with others of the same method. `token_seconds`
-    are those of plain decoding. `pass_seconds` returns the seconds of a target pass over so many tokens. Expected speeds are only
-    compared with expected ones: where rounds took other times while they were timed than in real runs, all are wrong alike.
+    `named` are the methods that the user named: their settings are compared only with others of the
+    same method. `token_seconds` are those of plain decoding. `pass_seconds` returns the seconds of
+    a target pass over so many tokens. Expected speeds are only compared with expected ones: where
+    rounds took other times while they were timed than in real runs, all are wrong alike.
     """
 
-    def __init__(self, named: Collection[str], token_seconds: float, pass_seconds: Callable[[int], float]) -> None:
+    def __init__(
+        self, named: Collection[str], token_seconds: float, pass_seconds: Callable[[int], float]
+    ) -> None:
         self._named = named
         self._token_seconds = token_seconds
         self._pass_seconds = pass_seconds
@@ -68,34 +76,42 @@ class Prospects:
     def is_given_up(self, name: str) -> bool:
         """Whether no more settings of the method are worth a simulation.
 
-        Simulations of methods whose drafts are no chains run the models, so for these the first settings decide.
+        Simulations of methods whose drafts are no chains run the models, so for these the first
+        settings decide.
         """
         return self._strikes[name] >= (STRIKES if METHODS[name].tuning.recorded else 1)
 
     def floor(self, name: str) -> float:
         """Returns the speedup below which settings of the method are far behind.
 
-        Plain decoding never is: all are compared with it. Nor are the first settings of a method whose drafts are chains: they
-        cost little, and who wants this method, or an engine that has no other, needs some.
+        Plain decoding never is: all are compared with it. Nor are the first settings of a method
+        whose drafts are chains: they cost little, and who wants this method, or an engine that has
+        no other, needs some.
         """
         if name == PLAIN or (METHODS[name].tuning.recorded and name not in self._best_of):
             return 0.0
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 
     def can_reach(self, name: str, settings: Mapping[str, Value]) -> bool:
-        """Whether the settings are not far behind even with drafts of which half is accepted on average.
+        """Whether the settings are not far behind even with drafts of which half is accepted on
+        average.
 
-        This is known only of lookahead, whose passes run its whole window (W columns of N - 1 tokens), whatever they accept.
+        This is known only of lookahead, whose passes run its whole window (W columns of N - 1
+        tokens), whatever they accept.
         """
         if name != "lookahead":
             return True
-        window, ngram = int(settings["window"]), int(settings["ngram"])
+        window = int(settings["window"])
+        ngram = int(settings["ngram"])
         longest = max(ngram, window) - 1 if ngram == 2 else ngram - 1
         tokens = 1 + longest / 2
-        return tokens * self._token_seconds / self._pass_seconds(window * (ngram - 1)) >= self.floor(name)
+        return tokens * self._token_seconds / self._pass_seconds(
+            window * (ngram - 1)
+        ) >= self.floor(name)
 
     def is_behind(self, name: str, figures: Figures) -> bool:
-        """Whether a simulation with these figures so far is far behind, even with `SLACK` more tokens in the same time."""
+        """Whether a simulation with these figures so far is far behind, even with `SLACK` more
+        tokens in the same time."""
         seconds = figures.seconds - figures.phase_seconds["prefill"]
         tokens = figures.new_tokens + SLACK
         return seconds > 0 and tokens * self._token_seconds / seconds < self.floor(name)

@@ -1,7 +1,8 @@
-"""Real runs of a tuning: methods decode the prompts in turn with plain decoding, for as long as there is time.
+"""Real runs of a tuning: methods decode the prompts in turn with plain decoding, for as long as
+there is time.
 
-How many tokens a run generates depends on how fast plain decoding is here: on a slow machine runs are shorter than asked for, so
-that some can be finished.
+How many tokens a run generates depends on how fast plain decoding is here: on a slow machine runs
+are shorter than asked for, so that some can be finished.
 """
 
 from __future__ import annotations
@@ -25,16 +26,21 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 4  # new tokens of the first run, which tells how fast plain decoding is
 WARM_UP_TOKENS = 4  # new tokens of the run of each method that is not counted
-USUAL_PROMPTS, FEWEST_PROMPTS = 3, 2  # for which each method's runs are planned
+# for which each method's runs are planned
+USUAL_PROMPTS = 3
+FEWEST_PROMPTS = 2
 FEWEST_TOKENS = 16  # new tokens of a run in which a method can show what it gains
 LEAST_TOKENS = 4  # where there is not even time for that
-RESERVE = 0.7  # of the time left is planned for the shortest runs, because the default may be much slower than plain decoding
+# of the time left is planned for the shortest runs, because the default may be much slower than
+# plain decoding
+RESERVE = 0.7
 MARGIN = 1.2  # runs may take this many times the expected seconds
 MOST_REPEATS = 50  # of one prompt
 
 
 class PlainSpeed(NamedTuple):
-    """The seconds that plain decoding takes for the pass over a prompt, and for each token after the first one."""
+    """The seconds that plain decoding takes for the pass over a prompt, and for each token after
+    the first one."""
 
     prefill_seconds: float
     token_seconds: float
@@ -44,18 +50,20 @@ class PlainSpeed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How many methods, plain decoding included, are run on each prompt, and how many tokens each run generates."""
+    """How many methods, plain decoding included, are run on each prompt, and how many tokens each
+    run generates."""
 
     methods: int
     tokens: int
 
 
 def plan(speed: PlainSpeed, share: float, left: float, methods: int, tokens: int) -> Plan | None:
-    """Returns how many of `methods` are run, and with how many of the new `tokens` asked for, in `share` of the seconds that are
-    `left`.
+    """Returns how many of `methods` are run, and with how many of the new `tokens` asked for, in
+    `share` of the seconds that are `left`.
 
-    Methods are left out before runs get shorter than `FEWEST_TOKENS`. Where `share` is not enough for plain decoding and one
-    other method, all of `left` is taken. None: there is no time for one short run of both.
+    Methods are left out before runs get shorter than `FEWEST_TOKENS`. Where `share` is not enough
+    for plain decoding and one other method, all of `left` is taken. None: there is no time for one
+    short run of both.
     """
     warm_up = speed.seconds(WARM_UP_TOKENS)
     for count in range(methods, 1, -1):
@@ -64,7 +72,11 @@ def plan(speed: PlainSpeed, share: float, left: float, methods: int, tokens: int
             if fitting >= min(FEWEST_TOKENS, tokens):
                 return Plan(count, min(fitting, tokens))
     fitting = _fitting(speed, RESERVE * left - 2 * warm_up, 2)
-    return Plan(2, min(fitting, FEWEST_TOKENS, tokens)) if fitting >= min(LEAST_TOKENS, tokens) else None
+    return (
+        Plan(2, min(fitting, FEWEST_TOKENS, tokens))
+        if fitting >= min(LEAST_TOKENS, tokens)
+        else None
+    )
 
 
 def _fitting(speed: PlainSpeed, seconds: float, runs: int) -> int:
@@ -79,7 +91,9 @@ def probe(pair: Pair, request: TuningRequest) -> PlainSpeed:
     Does so twice where this takes little time, because the first run also does what is done once.
     """
     sampling = replace(request.sampling, max_new_tokens=PROBE_TOKENS, ignore_eos=True, stop=())
-    ids = Runner(pair, BenchmarkConfig([], request.prompts, 1, sampling, request.chat)).prompt_ids(request.prompts[0])
+    ids = Runner(pair, BenchmarkConfig([], request.prompts, 1, sampling, request.chat)).prompt_ids(
+        request.prompts[0]
+    )
     recorded = record_reference(pair, ids, sampling)
     if recorded.seconds < 0.01 * request.deadline.left:
         recorded = record_reference(pair, ids, sampling)
@@ -94,8 +108,12 @@ class RealRuns:
     `failures` has the error of each method that could not run, by the method as written.
     """
 
-    def __init__(self, pair: Pair, request: TuningRequest, observer: TuningObserver, speed: PlainSpeed) -> None:
-        self.pair, self.request, self._observer = pair, request, observer
+    def __init__(
+        self, pair: Pair, request: TuningRequest, observer: TuningObserver, speed: PlainSpeed
+    ) -> None:
+        self.pair = pair
+        self.request = request
+        self._observer = observer
         self.failures: dict[str, SpecgenError] = {}
         self.run_seconds = MARGIN * speed.seconds(request.sampling.max_new_tokens)
         self._parts: list[Results] = []
@@ -105,15 +123,24 @@ class RealRuns:
         """The number of runs so far."""
         return sum(len(results.runs) for results in self._parts)
 
-    def run(self, candidates: Iterable[Candidate], prompts: Sequence[Prompt], deadline: Deadline, repeats: int = 1) -> None:
-        """Runs plain decoding and the candidates on each prompt in turn, until the time is too short for another prompt.
+    def run(
+        self,
+        candidates: Iterable[Candidate],
+        prompts: Sequence[Prompt],
+        deadline: Deadline,
+        repeats: int = 1,
+    ) -> None:
+        """Runs plain decoding and the candidates on each prompt in turn, until the time is too
+        short for another prompt.
 
         Raises SpecgenError, with the prompt's name, if plain decoding fails.
         """
         written = [each.written for each in candidates if each.name != PLAIN]
         specs = [parse_spec(each) for each in dict.fromkeys([REFERENCE, *written])]
         request = self.request
-        runner = Runner(self.pair, BenchmarkConfig(specs, prompts, repeats, request.sampling, request.chat))
+        runner = Runner(
+            self.pair, BenchmarkConfig(specs, prompts, repeats, request.sampling, request.chat)
+        )
         runner.warm_up_tokens = WARM_UP_TOKENS
         self._parts.append(runner.results)
         prompt = prompts[0]
@@ -138,14 +165,21 @@ class RealRuns:
         self.failures |= runner.results.failures
 
     def _expected_seconds(self, written: str) -> float:
-        """Returns the seconds of a run of the method: the longest so far. Half of the planned ones for one that has not run: only
-        a much shorter time than was planned keeps it from running."""
-        known = [run.seconds for results in self._parts for key, run in results.runs.items() if key[0] == written]
+        """Returns the seconds of a run of the method: the longest so far. Half of the planned ones
+        for one that has not run: only a much shorter time than was planned keeps it from
+        running."""
+        known = [
+            run.seconds
+            for results in self._parts
+            for key, run in results.runs.items()
+            if key[0] == written
+        ]
         return max(known, default=self.run_seconds / 2)
 
     def references(self) -> list[ReferenceOutput]:
         """Returns plain decoding's output for each prompt that it ran on."""
-        pair, sampling = self.pair, self.request.sampling
+        pair = self.pair
+        sampling = self.request.sampling
         eos_ids = frozenset[int]() if sampling.ignore_eos else frozenset(pair.target.eos_ids)
         found = dict[int, ReferenceOutput]()
         for results in self._parts:
@@ -154,28 +188,41 @@ class RealRuns:
                     found[index] = self._reference(results, index, run, eos_ids)
         return list(found.values())
 
-    def _reference(self, results: Results, index: int, run: Run, eos_ids: frozenset[int]) -> ReferenceOutput:
+    def _reference(
+        self, results: Results, index: int, run: Run, eos_ids: frozenset[int]
+    ) -> ReferenceOutput:
         prompt = next(prompt for prompt in results.config.prompts if prompt.index == index)
         ids = Runner(self.pair, results.config).prompt_ids(prompt)
         request = self.pair.request(ids, REFERENCE, results.config.sampling)
         prefill = float(run.line["phase_seconds"]["prefill"])
-        return ReferenceOutput(ids, list(run.line["token_ids"]), request.limit, eos_ids, prefill, run.seconds)
+        return ReferenceOutput(
+            ids, list(run.line["token_ids"]), request.limit, eos_ids, prefill, run.seconds
+        )
 
     def prompts(self, candidate: Candidate) -> list[int]:
         """Returns the indices of the prompts on which the candidate has run."""
         return list(self._runs(candidate))
 
     def measured(self, candidate: Candidate) -> Candidate:
-        """Returns the candidate with its measured speed, and its speedup over plain decoding on the same prompts; unchanged if
-        it has not run. Of several runs on a prompt the one with the median time counts."""
+        """Returns the candidate with its measured speed, and its speedup over plain decoding on the
+        same prompts; unchanged if it has not run. Of several runs on a prompt the one with the
+        median time counts."""
         runs = self._runs(candidate)
         pairs = [(_median(own), _median(plain)) for own, plain in runs.values()]
         tokens = sum(own.tokens for own, _ in pairs)
         seconds = sum(own.seconds for own, _ in pairs)
         if not tokens or not seconds:
             return candidate
-        plain_speed = sum(plain.tokens for _, plain in pairs) / sum(plain.seconds for _, plain in pairs)
-        candidate = replace(candidate, measured=tokens / seconds, plain=plain_speed, prompts=len(pairs), tokens=tokens)
+        plain_speed = sum(plain.tokens for _, plain in pairs) / sum(
+            plain.seconds for _, plain in pairs
+        )
+        candidate = replace(
+            candidate,
+            measured=tokens / seconds,
+            plain=plain_speed,
+            prompts=len(pairs),
+            tokens=tokens,
+        )
         if candidate.name == PLAIN:
             return replace(candidate, speedup=1.0)
         table = [(own.tokens, own.seconds, plain.tokens, plain.seconds) for own, plain in pairs]

@@ -1,4 +1,5 @@
-"""Model runners of simulated runs: one keeps a model's outputs, the other draws a draft model's tokens given the target's."""
+"""Model runners of simulated runs: one keeps a model's outputs, the other draws a draft model's
+tokens given the target's."""
 
 from __future__ import annotations
 
@@ -22,16 +23,23 @@ MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are 
 
 
 class MemoisedRunner:
-    """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second forward pass.
+    """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second
+    forward pass.
 
-    An output is kept under the generated and the drafted tokens before it, so drafts of different lengths and trees of different
-    shapes share outputs. `joins`: the output is the same whether a token before it was generated or drafted. That is not so for
-    heads, which read the target's hidden states of generated tokens, and for drafters of whole blocks. `kept` is the store of
-    outputs that all such runners of a simulator share. `calls` counts the calls of `logits`, also those answered from the store.
+    An output is kept under the generated and the drafted tokens before it, so drafts of different
+    lengths and trees of different shapes share outputs. `joins`: the output is the same whether a
+    token before it was generated or drafted. That is not so for heads, which read the target's
+    hidden states of generated tokens, and for drafters of whole blocks. `kept` is the store of
+    outputs that all such runners of a simulator share. `calls` counts the calls of `logits`, also
+    those answered from the store.
     """
 
-    def __init__(self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True) -> None:
-        self._runner, self._kept, self._joins = runner, kept, joins
+    def __init__(
+        self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True
+    ) -> None:
+        self._runner = runner
+        self._kept = kept
+        self._joins = joins
         self.calls = 0
 
     @property
@@ -63,14 +71,21 @@ class MemoisedRunner:
         return getattr(self._runner, name)
 
     def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
-        """Returns the key under which the output after the context and the drafted tokens `path` is kept."""
+        """Returns the key under which the output after the context and the drafted tokens `path` is
+        kept."""
         generated = context.ids[context.prompt_length :]
         return (id(self), *generated, *path) if self._joins else (id(self), tuple(generated), *path)
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns what `ModelRunner.logits` would: from kept outputs if all of its rows are kept, else by a forward pass."""
+        """Returns what `ModelRunner.logits` would: from kept outputs if all of its rows are kept,
+        else by a forward pass."""
         self.calls += 1
         paths: list[Sequence[int]] = [()]
         if parents is None:
@@ -82,16 +97,22 @@ class MemoisedRunner:
         if all(key in self._kept for key in keys):
             parts = zip(*(self._kept[key] for key in keys), strict=True)
             return ModelOutput(*(None if part[0] is None else torch.cat(part) for part in parts))  # type: ignore[arg-type]
-        computed = self._runner.logits(context, list(draft), parents, start=start)._replace(features=None)
+        computed = self._runner.logits(context, list(draft), parents, start=start)._replace(
+            features=None
+        )
         bytes_per_row = sum(part[:1].nbytes for part in computed if part is not None)
         for position, key in enumerate(keys):
             if len(self._kept) * bytes_per_row < MOST_BYTES and key not in self._kept:
-                rows = (None if part is None else part[position : position + 1].clone() for part in computed)
+                rows = (
+                    None if part is None else part[position : position + 1].clone()
+                    for part in computed
+                )
                 self._kept[key] = ModelOutput(*rows)  # type: ignore[arg-type]
         return computed
 
     def last_hidden_state(self, context: Context) -> torch.Tensor | None:
-        """Returns the hidden state [width] from which the model predicted the context's last token."""
+        """Returns the hidden state [width] from which the model predicted the context's last
+        token."""
         before = Context(context.ids[: context.prompt_length])
         before.extend(context.ids[context.prompt_length : -1])
         states = self.logits(before).hidden_states
@@ -99,19 +120,26 @@ class MemoisedRunner:
 
 
 class DrawnRunner:
-    """Runs a draft model in simulated sampling: draws each token itself, and returns logits with which a greedy drafter takes it.
+    """Runs a draft model in simulated sampling: draws each token itself, and returns logits with
+    which a greedy drafter takes it.
 
-    In these logits the drawn token has its probability q, and all others share the rest equally. Their `unpenalised` are the
-    draft model's own logits, from which all other signals are computed. A token is drawn once for each context, seed and position
-    in the output. After tokens that equal the beginning of the `reference` (plain decoding's output) it is drawn given the next
-    token y there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and otherwise it is drawn
-    from the positive part of q - p. After other tokens it is drawn from q.
+    In these logits the drawn token has its probability q, and all others share the rest equally.
+    Their `unpenalised` are the draft model's own logits, from which all other signals are computed.
+    A token is drawn once for each context, seed and position in the output. After tokens that equal
+    the beginning of the `reference` (plain decoding's output) it is drawn given the next token y
+    there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and
+    otherwise it is drawn from the positive part of q - p. After other tokens it is drawn from q.
     """
 
     draws = False  # drafters take the likeliest token
 
     def __init__(
-        self, draft: MemoisedRunner, target: MemoisedRunner, reference: ReferenceOutput, sampling: SamplingParams, seed: int
+        self,
+        draft: MemoisedRunner,
+        target: MemoisedRunner,
+        reference: ReferenceOutput,
+        sampling: SamplingParams,
+        seed: int,
     ) -> None:
         self._draft = draft
         self._target = target
@@ -146,7 +174,12 @@ class DrawnRunner:
         return getattr(self._draft, name)
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
         assert parents is None, "only chains are drawn, token by token"
         output = self._draft.logits(context, draft, start=start)
@@ -162,13 +195,19 @@ class DrawnRunner:
         return output._replace(logits=logits, unpenalised=output.model_logits)
 
     def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
-        """Returns the token drafted after `tokens`, the generated and drafted ones so far, and its probability q.
+        """Returns the token drafted after `tokens`, the generated and drafted ones so far, and its
+        probability q.
 
         The token is -1 if none can be drawn.
         """
-        generator = token_sampling.make_generator(output.logits.device, derive_seed(self._seed, f"position {len(tokens)}"))
-        width, known = self._target.vocab_size, self._reference.token_ids
-        probs = token_sampling.pad_probs(token_sampling.warp(output.logits[0, :width], self._sampling), width)
+        generator = token_sampling.make_generator(
+            output.logits.device, derive_seed(self._seed, f"position {len(tokens)}")
+        )
+        width = self._target.vocab_size
+        known = self._reference.token_ids
+        probs = token_sampling.pad_probs(
+            token_sampling.warp(output.logits[0, :width], self._sampling), width
+        )
         if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
             token = int(token_sampling.draw(probs, generator))
             return token, float(probs[token])

@@ -1,6 +1,8 @@
-"""Measures the time of rounds (one draft and its verification) by running real rounds with drafts of different lengths.
+"""Measures the time of rounds (one draft and its verification) by running real rounds with drafts
+of different lengths.
 
-Passes of one model alone would be too fast: in a round, the two models evict each other from the processor's caches.
+Passes of one model alone would be too fast: in a round, the two models evict each other from the
+processor's caches.
 """
 
 from __future__ import annotations
@@ -36,12 +38,18 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
-_SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))  # draft lengths to time: fewer for a slower target
+# draft lengths to time: fewer for a slower target
+_SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))
 MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
 _UNRELATED = 256  # tokens that are drafted in turn while the target alone is timed
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
-_LABELS = {"parallel": "pearl", "echo": "the target alone", "model": "with the draft", "exit": "with the exit layer"}
+_LABELS = {
+    "parallel": "pearl",
+    "echo": "the target alone",
+    "model": "with the draft",
+    "exit": "with the exit layer",
+}
 _ORDER = list(_LABELS)  # of timing: PEARL's worker has started before anything else is timed
 
 
@@ -49,8 +57,9 @@ _ORDER = list(_LABELS)  # of timing: PEARL's worker has started before anything 
 class ReferenceOutput:
     """The target's output after a prompt, by plain decoding, with its times.
 
-    `limit` is the largest number of new tokens; a token in `eos_ids` ends the output earlier. `prefill_seconds` is the time of
-    the pass over the prompt, which gives the first new token. `seconds` is the time of the whole output, prefill included.
+    `limit` is the largest number of new tokens; a token in `eos_ids` ends the output earlier.
+    `prefill_seconds` is the time of the pass over the prompt, which gives the first new token.
+    `seconds` is the time of the whole output, prefill included.
     """
 
     prompt_ids: list[int]
@@ -62,25 +71,35 @@ class ReferenceOutput:
 
 
 @inference
-def record_reference(pair: Pair, prompt_ids: list[int], sampling: SamplingParams) -> ReferenceOutput:
-    """Generates the target's output after a prompt by plain decoding, and returns it with its times.
+def record_reference(
+    pair: Pair, prompt_ids: list[int], sampling: SamplingParams
+) -> ReferenceOutput:
+    """Generates the target's output after a prompt by plain decoding, and returns it with its
+    times.
 
-    The key-value caches are emptied first, so that the time of the pass over the whole prompt is measured.
+    The key-value caches are emptied first, so that the time of the pass over the whole prompt is
+    measured.
     """
     run = pair.run(pair.request(prompt_ids, "ar", sampling))
     pair.forget()
     rounds = list(run.rounds())
     ids = [token for round_ in rounds for token in round_.token_ids]
     seconds = [sum(round_.seconds.values()) for round_ in rounds]
-    return ReferenceOutput(prompt_ids, ids, run.limit, frozenset(run.eos_ids), seconds[0], sum(seconds))
+    return ReferenceOutput(
+        prompt_ids, ids, run.limit, frozenset(run.eos_ids), seconds[0], sum(seconds)
+    )
 
 
 @inference
-def draft_prefill_seconds(target: DraftRunner, draft: DraftRunner, reference: ReferenceOutput) -> float:
-    """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs before it, is not timed."""
+def draft_prefill_seconds(
+    target: DraftRunner, draft: DraftRunner, reference: ReferenceOutput
+) -> float:
+    """Returns the seconds of the draft model's pass over the prompt. The target's pass, which runs
+    before it, is not timed."""
     context = Context(reference.prompt_ids)
     wait = synchronizer(draft.device) or (lambda: None)
-    target.logits(context)  # an exit layer reads the first layers' hidden states from the target's pass
+    # an exit layer reads the first layers' hidden states from the target's pass
+    target.logits(context)
     wait()
     start = time.perf_counter()
     draft.logits(context)
@@ -89,10 +108,12 @@ def draft_prefill_seconds(target: DraftRunner, draft: DraftRunner, reference: Re
 
 
 class TimedRound(NamedTuple):
-    """The times of one round in seconds: `drafting`, and `verification` by a target pass over `tokens` tokens.
+    """The times of one round in seconds: `drafting`, and `verification` by a target pass over
+    `tokens` tokens.
 
-    `passes` is the number of the draft model's passes (of the draft's levels, if no draft model ran). `with_signals`: signals
-    (numbers about a drafted token, such as entropy) were computed. `context_length` is in tokens.
+    `passes` is the number of the draft model's passes (of the draft's levels, if no draft model
+    ran). `with_signals`: signals (numbers about a drafted token, such as entropy) were computed.
+    `context_length` is in tokens.
     """
 
     context_length: int
@@ -115,19 +136,27 @@ def time_rounds(
     drafter: Drafter | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> list[TimedRound]:
-    """Times rounds of `method` after a prompt (token ids) until the deadline. The drafts have `lengths` tokens (levels) in turn.
+    """Times rounds of `method` after a prompt (token ids) until the deadline. The drafts have
+    `lengths` tokens (levels) in turn.
 
-    Each length is timed at least once. Every other round also computes `signals`, if there are any. `drafter` replaces the
-    method's (None: keeps it), `settings` are the method's. Raises SpecgenError if the method cannot run with this pair or drafts
-    nothing.
+    Each length is timed at least once. Every other round also computes `signals`, if there are any.
+    `drafter` replaces the method's (None: keeps it), `settings` are the method's. Raises
+    SpecgenError if the method cannot run with this pair or drafts nothing.
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
-    fewest, found = len(sweep.combinations), list[TimedRound]()
+    fewest = len(sweep.combinations)
+    found = list[TimedRound]()
     draft = None
     if methods.find(method).uses_draft_model:
         runners = pair.models.with_draft_model()
         draft = None if runners is None else runners.draft
-    runner = draft.own if isinstance(draft, TranslatedRunner) else draft if isinstance(draft, ModelRunner) else None
+    runner = (
+        draft.own
+        if isinstance(draft, TranslatedRunner)
+        else draft
+        if isinstance(draft, ModelRunner)
+        else None
+    )
     while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
         before = len(found)
         sweep.start_run()
@@ -152,15 +181,21 @@ def time_rounds(
 
 
 def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> RoundCosts:
-    """Returns the median seconds of drafts and target passes by their numbers of tokens, at the contexts' median length.
+    """Returns the median seconds of drafts and target passes by their numbers of tokens, at the
+    contexts' median length.
 
-    `alone` are the costs of rounds without a draft model; None if `rounds` are such rounds. If no round of `rounds` had an empty
-    draft, the time of a target pass over one token is taken from `alone`.
+    `alone` are the costs of rounds without a draft model; None if `rounds` are such rounds. If no
+    round of `rounds` had an empty draft, the time of a target pass over one token is taken from
+    `alone`.
     """
     length = round(median(each.context_length for each in rounds))
     plain = _medians((each.passes, each.drafting) for each in rounds if not each.with_signals)
     with_signals = _medians((each.passes, each.drafting) for each in rounds if each.with_signals)
-    signal_costs = [(with_signals[passes] - plain[passes]) / passes for passes in with_signals if passes in plain]
+    signal_costs = [
+        (with_signals[passes] - plain[passes]) / passes
+        for passes in with_signals
+        if passes in plain
+    ]
     passes = _medians((each.tokens, each.verification) for each in rounds)
     if alone is not None:
         passes.setdefault(1, alone.verification_cost.at(1, length))
@@ -175,14 +210,19 @@ def _medians(timed: Iterable[tuple[int, float]]) -> dict[int, float]:
     return {count: median(taken) for count, taken in sorted(seconds.items())}
 
 
-def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: SamplingParams) -> RoundCosts:
-    """Returns the costs of PEARL's rounds: the times of passes while both models run at once, and an overhead per round.
+def time_parallel_rounds(
+    pair: Pair, reference: ReferenceOutput, sampling: SamplingParams
+) -> RoundCosts:
+    """Returns the costs of PEARL's rounds: the times of passes while both models run at once, and
+    an overhead per round.
 
-    The overhead is the mean time by which rounds of a real run are longer than the longer of their draft and their target pass.
-    Raises SpecgenError if PEARL cannot run with this pair, or drafts nothing.
+    The overhead is the mean time by which rounds of a real run are longer than the longer of their
+    draft and their target pass. Raises SpecgenError if PEARL cannot run with this pair, or drafts
+    nothing.
     """
     request = pair.request(reference.prompt_ids, "pearl", _endless(sampling))
-    run, late = pair.prepare(request), list[float]()
+    run = pair.prepare(request)
+    late = list[float]()
     passes = run.costs
     assert isinstance(run.schedule, Parallel)
     assert passes is not None
@@ -190,7 +230,10 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
         for round_ in islice(rounds, WARM_UP, WARM_UP + PARALLEL_ROUNDS):
             if not round_.draft.tokens:  # the draft model has no room for this context
                 break
-            late.append(sum(round_.seconds.values()) - max(run.schedule.drafter.seconds, round_.seconds["verify"]))
+            late.append(
+                sum(round_.seconds.values())
+                - max(run.schedule.drafter.seconds, round_.seconds["verify"])
+            )
     if not late or passes.draft_pass == math.inf:
         raise _drafts_nothing("pearl")
     drafting = CostTable({passes.context_length: Curve({0: 0.0, 1: passes.draft_pass})})
@@ -199,7 +242,9 @@ def time_parallel_rounds(pair: Pair, reference: ReferenceOutput, sampling: Sampl
 
 
 def _drafts_nothing(method: str) -> SpecgenError:
-    return SpecgenError(f"{method} drafts nothing after these prompts", "Take others: --prompts FILE")
+    return SpecgenError(
+        f"{method} drafts nothing after these prompts", "Take others: --prompts FILE"
+    )
 
 
 def _endless(sampling: SamplingParams) -> SamplingParams:
@@ -214,20 +259,25 @@ def measure_costs(
     deadline: Deadline,
     announce: Callable[[str], None],
 ) -> tuple[dict[str, RoundCosts], dict[str, str]]:
-    """Times rounds of each of `kinds` until the deadline, after a prompt of `references` of median length.
+    """Times rounds of each of `kinds` until the deadline, after a prompt of `references` of median
+    length.
 
-    The kinds are `echo` (the target alone), `model` (with the draft model), `exit` (with the exit layer) and `parallel` (PEARL).
-    Returns the costs by kind, and the reason for each kind that could not be timed, also by kind. `announce` is called with a
-    description of each step. Raises SpecgenError if the rounds of the target alone cannot be timed.
+    The kinds are `echo` (the target alone), `model` (with the draft model), `exit` (with the exit
+    layer) and `parallel` (PEARL). Returns the costs by kind, and the reason for each kind that
+    could not be timed, also by kind. `announce` is called with a description of each step. Raises
+    SpecgenError if the rounds of the target alone cannot be timed.
     """
-    costs, failures = dict[str, RoundCosts](), dict[str, str]()
+    costs = dict[str, RoundCosts]()
+    failures = dict[str, str]()
     by_length = sorted(references, key=lambda reference: len(reference.prompt_ids))
     reference = by_length[len(by_length) // 2]
     limits = [model.context_limit for model in (pair.target, pair.draft) if model is not None]
     prompt = reference.prompt_ids[: max(1, min(limits) // 2)]
     seconds = deadline.left / len(kinds)
     token_seconds = reference.seconds / len(reference.token_ids)
-    fitting = (sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < seconds / 2)
+    fitting = (
+        sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < seconds / 2
+    )
     lengths = next(fitting, _SWEEPS[-1])
     for kind in sorted(kinds, key=_ORDER.index):
         announce(f"timing rounds ({_LABELS[kind]})")
@@ -235,7 +285,9 @@ def measure_costs(
             if kind == "parallel":
                 costs[kind] = time_parallel_rounds(pair, reference, sampling)
             else:
-                rounds = _time_kind(pair, kind, prompt, sampling, Deadline.after(seconds, deadline.clock), lengths)
+                rounds = _time_kind(
+                    pair, kind, prompt, sampling, Deadline.after(seconds, deadline.clock), lengths
+                )
                 costs[kind] = costs_of(rounds, costs.get("echo"))
         except SpecgenError as error:
             if kind == "echo":
@@ -245,12 +297,19 @@ def measure_costs(
 
 
 def _time_kind(
-    pair: Pair, kind: str, prompt: list[int], sampling: SamplingParams, deadline: Deadline, lengths: Sequence[int]
+    pair: Pair,
+    kind: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    deadline: Deadline,
+    lengths: Sequence[int],
 ) -> list[TimedRound]:
     if kind == "echo":
         drafter = UnrelatedDrafter(distinct_ids(_UNRELATED, pair.target.prepared.shape.vocab_size))
         return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=drafter)
     if kind == "model":
-        return time_rounds(pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"}))
+        return time_rounds(
+            pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"})
+        )
     signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
     return time_rounds(pair, "eesd", prompt, sampling, deadline, lengths, signals)

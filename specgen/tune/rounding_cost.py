@@ -1,4 +1,5 @@
-"""What rounding a target's weights costs in quality: its perplexity and its greedy tokens, beside those of the stored weights."""
+"""What rounding a target's weights costs in quality: its perplexity and its greedy tokens, beside
+those of the stored weights."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _BYTES = 5  # per parameter, of the stored model in float32
 class RoundingCost(NamedTuple):
     """The perplexities of a text of so many `tokens` under the rounded and the stored weights.
 
-    `changed` is the share of the text's tokens after which the two have different most likely next tokens.
+    `changed` is the share of the text's tokens after which the two have different most likely next
+    tokens.
     """
 
     tokens: int
@@ -36,23 +38,31 @@ class RoundingCost(NamedTuple):
     changed: float
 
 
-def rounding_cost(pair: Pair, announce: Callable[[str], None], *, is_small_only: bool = False) -> RoundingCost | None:
-    """Returns what rounding the target's weights costs, as it was measured on this machine before, or measures it now.
+def rounding_cost(
+    pair: Pair, announce: Callable[[str], None], *, is_small_only: bool = False
+) -> RoundingCost | None:
+    """Returns what rounding the target's weights costs, as it was measured on this machine before,
+    or measures it now.
 
-    Measuring runs both models on the beginning of the bundled text, and loads the stored weights once more, in float32. Returns
-    None if the weights are not rounded, if the memory may be too small for the stored ones, and with `is_small_only` if it was
-    not measured before and the target has more than `_SMALL` parameters.
+    Measuring runs both models on the beginning of the bundled text, and loads the stored weights
+    once more, in float32. Returns None if the weights are not rounded, if the memory may be too
+    small for the stored ones, and with `is_small_only` if it was not measured before and the target
+    has more than `_SMALL` parameters.
     """
     target, free = pair.target, free_memory(pair.target.device)
     if target.quantise is None:
         return None
     found = pair.measurements.stored("rounding", (TOKENS,), _read, with_draft=False)
     parameters = sum(target.prepared.parameters.values())
-    is_possible = (free is None or free >= _BYTES * parameters) and not (is_small_only and parameters > _SMALL)
+    is_possible = (free is None or free >= _BYTES * parameters) and not (
+        is_small_only and parameters > _SMALL
+    )
     if found is None and is_possible:
         announce("comparing the rounded with the stored weights")
         found = _measure(target)
-        pair.measurements.put("rounding", (TOKENS,), Sample(found._asdict(), 1, 1.0), with_draft=False)
+        pair.measurements.put(
+            "rounding", (TOKENS,), Sample(found._asdict(), 1, 1.0), with_draft=False
+        )
     return found
 
 
@@ -62,16 +72,23 @@ def _read(stored: Any) -> RoundingCost:
 
 @inference
 def _measure(target: LoadedModel) -> RoundingCost:
-    ids = target.tokenizer.encode("\n\n".join(demo.documents()[:100]))[: min(TOKENS, target.context_limit)]
-    stored = replace(target.prepared, source=replace(target.prepared.source, quantise=None, wide_attention=False))
+    ids = target.tokenizer.encode("\n\n".join(demo.documents()[:100]))[
+        : min(TOKENS, target.context_limit)
+    ]
+    stored = replace(
+        target.prepared, source=replace(target.prepared.source, quantise=None, wide_attention=False)
+    )
     rounded_loss, rounded_choices = _predictions(target.model, ids)
-    stored_loss, stored_choices = _predictions(load_weights(stored, torch.float32, target.device), ids)
+    stored_loss, stored_choices = _predictions(
+        load_weights(stored, torch.float32, target.device), ids
+    )
     changed = float((rounded_choices != stored_choices).float().mean())
     return RoundingCost(len(ids), math.exp(rounded_loss), math.exp(stored_loss), changed)
 
 
 def _predictions(model: Model, ids: list[int]) -> tuple[float, torch.Tensor]:
-    """Returns the mean loss of the tokens after the first in nats, and the most likely token after each but the last."""
+    """Returns the mean loss of the tokens after the first in nats, and the most likely token after
+    each but the last."""
     logits = model.reference_logits(ids)[:-1]
     labels = torch.tensor(ids[1:], device=model.device)
     losses = []

@@ -1,4 +1,5 @@
-"""The models of simulated runs on one prompt: their outputs are remembered, and passes take the seconds that were measured."""
+"""The models of simulated runs on one prompt: their outputs are remembered, and passes take the
+seconds that were measured."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 class Drafting(NamedTuple):
     """The runners of a target and of what drafts for it, as runners that keep their outputs.
 
-    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model as `runners.draft`; None in
-    greedy decoding.
+    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model
+    as `runners.draft`; None in greedy decoding.
     """
 
     runners: Runners
@@ -52,7 +53,8 @@ class Drafting(NamedTuple):
 
 
 class SimulatedRun(NamedTuple):
-    """What a simulated run knows: the seconds of its passes, and what the policy `adaptive` has learned (None: another policy).
+    """What a simulated run knows: the seconds of its passes, and what the policy `adaptive` has
+    learned (None: another policy).
 
     `draws`: the drafted tokens are drawn given the reference, see `DrawnRunner`.
     """
@@ -65,10 +67,12 @@ class SimulatedRun(NamedTuple):
 
 
 class SimulatedModels:
-    """Implements `models.Models` for simulated runs on the prompt of `reference`, one after the other.
+    """Implements `models.Models` for simulated runs on the prompt of `reference`, one after the
+    other.
 
-    `real` are the pair's models, and `kept` is the store of outputs of all prompts. `first_length` is the length of the context
-    (tokens) for which PEARL's passes are timed. `begin` has to be called before each run.
+    `real` are the pair's models, and `kept` is the store of outputs of all prompts. `first_length`
+    is the length of the context (tokens) for which PEARL's passes are timed. `begin` has to be
+    called before each run.
     """
 
     def __init__(
@@ -177,7 +181,8 @@ class SimulatedModels:
         return found.runners
 
     def _make(self, kind: str, real: Runners) -> Drafting:
-        """Returns the `real` runners as ones that keep their outputs. `kind` is `DRAFT_MODEL`, or that of a trained part."""
+        """Returns the `real` runners as ones that keep their outputs. `kind` is `DRAFT_MODEL`, or
+        that of a trained part."""
         reference = self._reference
         draft = real.draft
         assert draft is not None
@@ -190,15 +195,20 @@ class SimulatedModels:
         prefill_seconds = draft_prefill_seconds(real.target, draft, reference)
         drawn = None
         if not self._sampling.greedy and getattr(draft, "draws", True):
-            drawn = DrawnRunner(memoised, self._plain, reference, self._sampling, self._sampling.seed or 0)
+            drawn = DrawnRunner(
+                memoised, self._plain, reference, self._sampling, self._sampling.seed or 0
+            )
 
         context = Context(reference.prompt_ids)
         known = reference.token_ids
         context.extend(known[:1])
-        if is_model and len(known) > 1 and room(draft, context) >= len(known):  # one pass instead of one for each token
+        # one pass instead of one for each token
+        if is_model and len(known) > 1 and room(draft, context) >= len(known):
             for runner in (memoised, target):
                 runner.logits(context, known[1:-1])
-        return Drafting(Runners(target, memoised, None, predictor), memoised, prefill_seconds, drawn)
+        return Drafting(
+            Runners(target, memoised, None, predictor), memoised, prefill_seconds, drawn
+        )
 
 
 class SimulatedWorker:
@@ -221,7 +231,8 @@ class SimulatedWorker:
 
 
 class SimulatedKnowledge(DraftingKnowledge):
-    """What `adaptive` knows in simulated runs: the costs of the simulation, and what the runs on all prompts have learned."""
+    """What `adaptive` knows in simulated runs: the costs of the simulation, and what the runs on
+    all prompts have learned."""
 
     def __init__(self, models: SimulatedModels) -> None:
         super().__init__(models)
@@ -230,15 +241,20 @@ class SimulatedKnowledge(DraftingKnowledge):
     def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
         learned = self._simulated.run.learned
         assert learned is not None
-        return AdaptiveInputs(self._simulated.expected_costs(), learned, in_parallel=case.in_parallel)
+        return AdaptiveInputs(
+            self._simulated.expected_costs(), learned, in_parallel=case.in_parallel
+        )
 
 
 class _PassTimesOfOneLength(PassTimes):
-    """The pass times of the real models, for all runs those after a context of `length` tokens: each further one takes time."""
+    """The pass times of the real models, for all runs those after a context of `length` tokens:
+    each further one takes time."""
 
     def __init__(self, models: Models, length: int) -> None:
         super().__init__(models)
         self._length = length
 
-    def costs(self, context_length: int, sampling: SamplingParams, *, record: bool = False) -> ParallelCosts:
+    def costs(
+        self, context_length: int, sampling: SamplingParams, *, record: bool = False
+    ) -> ParallelCosts:
         return super().costs(self._length, sampling, record=record)

@@ -1,16 +1,18 @@
-"""Simulates runs of a method: its real drafter, length policy, verifier and schedule, on models whose outputs are remembered.
+"""Simulates runs of a method: its real drafter, length policy, verifier and schedule, on models
+whose outputs are remembered.
 
-A clock adds up the seconds that passes took in real rounds; the time that the simulation takes is not counted. All settings see
-the same output on a prompt: plain decoding's, called the reference. Where the verifier is one of those that all lossless methods
-share, a draft is checked against the reference, and the target is not run at all:
+A clock adds up the seconds that passes took in real rounds; the time that the simulation takes is
+not counted. All settings see the same output on a prompt: plain decoding's, called the reference.
+Where the verifier is one of those that all lossless methods share, a draft is checked against the
+reference, and the target is not run at all:
 
 - A greedy or a fixed draft is accepted as far as it equals the reference.
-- A drawn draft depends on the output: given the reference's next token y, the drafted token is y with probability
-  min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of q - p. It is drawn so here, with the same random
-  numbers for all settings.
+- A drawn draft depends on the output: given the reference's next token y, the drafted token is y
+  with probability min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of
+  q - p. It is drawn so here, with the same random numbers for all settings.
 
-Other verifiers, and drafters that learn from the target's logits, run on the target's remembered outputs. A path that no earlier
-run has taken runs the model.
+Other verifiers, and drafters that learn from the target's logits, run on the target's remembered
+outputs. A path that no earlier run has taken runs the model.
 """
 
 from __future__ import annotations
@@ -44,7 +46,17 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.tune.round_timing import ReferenceOutput
 
-_SHAPE_SETTINGS = ("width", "nodes", "cape", "beams", "drafts", "window", "ngram", "guesses", "branches")
+_SHAPE_SETTINGS = (
+    "width",
+    "nodes",
+    "cape",
+    "beams",
+    "drafts",
+    "window",
+    "ngram",
+    "guesses",
+    "branches",
+)
 _LENGTHS = (2, 3, 5)  # draft lengths (levels) that are timed
 _SHAPE_SECONDS = 0.3  # for timing a shape
 
@@ -54,11 +66,12 @@ class AbandonedError(Exception):
 
 
 class Simulator:
-    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured `costs` of rounds by
-    `Tuning.cost_kind`.
+    """Simulates runs on the prompts of `references` (plain decoding's outputs), with measured
+    `costs` of rounds by `Tuning.cost_kind`.
 
-    `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several drafts are timed by the
-    simulator, once for each shape (a method with its width, beams or drafts). `clock` returns seconds; it limits this timing.
+    `costs` hold for all settings with which drafts are chains. Rounds with trees, beams or several
+    drafts are timed by the simulator, once for each shape (a method with its width, beams or
+    drafts). `clock` returns seconds; it limits this timing.
     """
 
     def __init__(
@@ -69,8 +82,11 @@ class Simulator:
         costs: Mapping[str, RoundCosts],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.pair, self.references, self.costs = pair, references, costs
-        self._sampling, self._clock = sampling, clock
+        self.pair = pair
+        self.references = references
+        self.costs = costs
+        self._sampling = sampling
+        self._clock = clock
         self._kept: dict[tuple[Any, ...], ModelOutput] = {}
         self._shape_costs: dict[tuple[object, ...], RoundCosts] = {}
         self._models: dict[int, SimulatedModels] = {}  # by prompt number
@@ -85,15 +101,20 @@ class Simulator:
         perplexity: bool = False,
         goes_on: Callable[[Figures], bool] = lambda _: True,
     ) -> Figures:
-        """Simulates the method `name` with the settings `given`. Returns the figures of all runs together, with expected seconds.
+        """Simulates the method `name` with the settings `given`. Returns the figures of all runs
+        together, with expected seconds.
 
-        `numbers` are the prompts to run on, as indices of `references`; None for all. With `perplexity`, and for lossy methods,
-        the summary has the perplexity of the output under the target at temperature 1. `goes_on` is asked after each round, with
-        the figures so far. Raises AbandonedError where it says no, and SpecgenError if the method cannot run with this pair.
+        `numbers` are the prompts to run on, as indices of `references`; None for all. With
+        `perplexity`, and for lossy methods, the summary has the perplexity of the output under the
+        target at temperature 1. `goes_on` is asked after each round, with the figures so far.
+        Raises AbandonedError where it says no, and SpecgenError if the method cannot run with this
+        pair.
         """
         method = methods.find(name)
         settings = methods.resolve(method, given, has_predictor=self.pair.parts.has_predictor())
-        costs, summary, learned = self._costs_of(method, settings), Figures(name), None
+        costs = self._costs_of(method, settings)
+        summary = Figures(name)
+        learned = None
         if settings.policy == Adaptive.name:
             prior = DraftingCosts.of_rounds(costs, _length(self.references[0]))
             learned = Learned.prior(prior, has_model=method.runs_model)
@@ -105,14 +126,17 @@ class Simulator:
                 if not goes_on(summary):
                     raise AbandonedError
             if perplexity or not method.lossless:
-                summary.add_log_likelihood(self.pair.log_likelihood(self.references[number].prompt_ids, ids))
+                summary.add_log_likelihood(
+                    self.pair.log_likelihood(self.references[number].prompt_ids, ids)
+                )
         return summary
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
-        """Returns the costs of the method's rounds with these settings: for chains, those given to the simulator.
+        """Returns the costs of the method's rounds with these settings: for chains, those given to
+        the simulator.
 
-        For other drafts, rounds are timed at the first call with this method, these values of settings such as width and beams,
-        and a length policy that reads these signals.
+        For other drafts, rounds are timed at the first call with this method, these values of
+        settings such as width and beams, and a length policy that reads these signals.
         """
         if method.tuning.recorded and not method.drafts_trees(settings):
             return self.costs[method.tuning.cost_kind]
@@ -122,17 +146,36 @@ class Simulator:
         if key not in self._shape_costs:
             prompt = min((reference.prompt_ids for reference in self.references), key=len)
             deadline = Deadline.after(_SHAPE_SECONDS, self._clock)
-            rounds = time_rounds(self.pair, method.name, prompt, self._sampling, deadline, _LENGTHS, signals, settings=shape)
+            rounds = time_rounds(
+                self.pair,
+                method.name,
+                prompt,
+                self._sampling,
+                deadline,
+                _LENGTHS,
+                signals,
+                settings=shape,
+            )
             self._shape_costs[key] = costs_of(rounds, self.costs["echo"])
         return self._shape_costs[key]
 
-    def _run(self, method: Method, settings: Settings, costs: RoundCosts, number: int, learned: Learned | None) -> Run:
-        """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows; None for other policies."""
+    def _run(
+        self,
+        method: Method,
+        settings: Settings,
+        costs: RoundCosts,
+        number: int,
+        learned: Learned | None,
+    ) -> Run:
+        """Returns a run on prompt number `number`. `learned` is what the policy `adaptive` knows;
+        None for other policies."""
         reference = self.references[number]
         sampling = replace(self._sampling, seed=None, stop=())
         policy = None if settings.policy is None else methods.POLICIES[settings.policy]
         seed = run_seed(number, self._sampling.seed or 0)
-        request = Request(method, settings, policy, sampling, reference.prompt_ids, reference.limit, own_seed=seed)
+        request = Request(
+            method, settings, policy, sampling, reference.prompt_ids, reference.limit, own_seed=seed
+        )
 
         clock = SimulatedClock(costs)
         target = PricedTarget(reference, clock)
@@ -145,26 +188,33 @@ class Simulator:
         drafter = PricedDrafter(run.drafter, drafting.memoised, clock, drafting.prefill_seconds)
         keeps_reference = method.lossless and not drafter.learns
         if not sampling.greedy:  # other verifiers draw, and the reference is one draw of many
-            keeps_reference &= isinstance(run.verifier, RejectionSampling) and not settings.values.get("cape")
+            keeps_reference &= isinstance(
+                run.verifier, RejectionSampling
+            ) and not settings.values.get("cape")
         if not keeps_reference:
             target.runner = drafting.runners.target
         verifier = target if keeps_reference else run.verifier
         return replace(run, target=target, drafter=drafter, clock=clock, verifier=verifier)
 
     def _models_of(self, number: int) -> SimulatedModels:
-        """Returns the models on prompt number `number`. All methods share them, and so their kept outputs."""
+        """Returns the models on prompt number `number`. All methods share them, and so their kept
+        outputs."""
         if number not in self._models:
             first = _length(self.references[0])
             reference = self.references[number]
-            self._models[number] = SimulatedModels(self.pair.models, reference, self._sampling, self._kept, first)
+            self._models[number] = SimulatedModels(
+                self.pair.models, reference, self._sampling, self._kept, first
+            )
         return self._models[number]
 
 
 def run_seed(number: int, seed: int) -> int:
-    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs for each prompt."""
+    """Returns the seed of a run on prompt number `number`. It is derived from `seed`, and differs
+    for each prompt."""
     return derive_seed(seed, f"prompt {number}")
 
 
 def _length(reference: ReferenceOutput) -> int:
-    """Returns the length of the context (tokens) at which the costs of rounds on a reference's prompt are read."""
+    """Returns the length of the context (tokens) at which the costs of rounds on a reference's
+    prompt are read."""
     return typical_length(len(reference.prompt_ids), reference.limit)

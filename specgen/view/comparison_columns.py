@@ -1,5 +1,6 @@
-"""The columns of a comparison's results (acceptance rate, speedup and so on), each defined once. The terminal's table, the HTML
-page, the CSV file and the JSON output are all made from this list."""
+"""The columns of a comparison's results (acceptance rate, speedup and so on), each defined once.
+The terminal's table, the HTML page, the CSV file and the JSON output are all made from this
+list."""
 
 from __future__ import annotations
 
@@ -20,25 +21,36 @@ from specgen.compare.verdict import OUTCOMES, outcome_text
 _FORMULA = re.compile(r"(^|;)(?=[\s␀-␡⇥↵�]*[=+\-@＝＋－＠])")
 
 
-def ranked_rows(results: Sequence[MethodResult], *, by_category: bool = False) -> list[MethodResult]:
-    """Returns the rows of the methods that ran: plain decoding, then lossless methods by speed, then the others (see `ranked`).
+def ranked_rows(
+    results: Sequence[MethodResult], *, by_category: bool = False
+) -> list[MethodResult]:
+    """Returns the rows of the methods that ran: plain decoding, then lossless methods by speed,
+    then the others (see `ranked`).
 
-    With `by_category`, a method whose prompts have several categories also has a row for each category. Plain decoding has none,
-    because its speedup is always 1.
+    With `by_category`, a method whose prompts have several categories also has a row for each
+    category. Plain decoding has none, because its speedup is always 1.
     """
     measured = [result for result in ranked(results) if result.prompts]
-    split = [by_category and len(result.by_category) > 1 and not result.is_reference for result in measured]
-    return [row for result, is_split in zip(measured, split, strict=True) for row in result.rows(by_category=is_split)]
+    split = [
+        by_category and len(result.by_category) > 1 and not result.is_reference
+        for result in measured
+    ]
+    return [
+        row
+        for result, is_split in zip(measured, split, strict=True)
+        for row in result.rows(by_category=is_split)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a comparison's results. `key` is its name in JSON and CSV. `value` reads its value from a row; None: the
-    attribute `key` of the row's `summary`.
+    """One column of a comparison's results. `key` is its name in JSON and CSV. `value` reads its
+    value from a row; None: the attribute `key` of the row's `summary`.
 
-    Tables show only the columns with a `title`, which is two lines long. `form` makes a cell's text: it is a format string for
-    the value, or a function from the row to the text. A narrow terminal drops the columns with the highest `priority` first. The
-    HTML page shows only columns with a `label`, which is written after the value where there is no room for titles; the speedup
+    Tables show only the columns with a `title`, which is two lines long. `form` makes a cell's
+    text: it is a format string for the value, or a function from the row to the text. A narrow
+    terminal drops the columns with the highest `priority` first. The HTML page shows only columns
+    with a `label`, which is written after the value where there is no room for titles; the speedup
     and its confidence interval have cells of their own on that page.
     """
 
@@ -48,8 +60,10 @@ class Column:
     priority: int = 0
     label: str = ""
     value: Callable[[Any], Any] | None = field(default=None, kw_only=True)
-    is_optional: bool = field(default=False, kw_only=True)  # shown only if at least one row has a value
-    is_speed: bool = field(default=False, kw_only=True)  # at the right end of the terminal's table, bold for the best method
+    # shown only if at least one row has a value
+    is_optional: bool = field(default=False, kw_only=True)
+    # at the right end of the terminal's table, bold for the best method
+    is_speed: bool = field(default=False, kw_only=True)
     is_interval: bool = field(default=False, kw_only=True)  # dim and left-aligned
     in_json: bool = field(default=True, kw_only=True)
     in_csv: bool = field(default=True, kw_only=True)
@@ -67,8 +81,9 @@ class Column:
 
 
 def _draft_length(row: Any) -> str:
-    """The mean number of drafted tokens per draft as text. If drafts are trees or several chains, these tokens are called nodes,
-    because there are more of them than tokens on the longest path."""
+    """The mean number of drafted tokens per draft as text. If drafts are trees or several chains,
+    these tokens are called nodes, because there are more of them than tokens on the longest
+    path."""
     mean = row.summary.mean_draft_length
     return f"{mean:.0f} nodes" if row.branches else f"{mean:.1f}"
 
@@ -86,7 +101,8 @@ def _outcome(outcome: str) -> Callable[[MethodResult], int | None]:
 
 
 def _phases(row: MethodResult) -> dict[str, float] | None:
-    """The method's seconds by phase (`types.PHASES`). None for transformers' own methods, which do not report phases."""
+    """The method's seconds by phase (`types.PHASES`). None for transformers' own methods, which do
+    not report phases."""
     return None if row.summary.unsplit_seconds else dict(row.summary.phase_seconds)
 
 
@@ -99,7 +115,17 @@ def _prediction(name: str, title: str) -> Column:
         return (row.predicted or {}).get(name)
 
     label = title.replace("\n", " ")
-    return Column(f"predicted_{name}", title, "{:.2f}×", 3, label, value=value, in_json=False, is_optional=True, is_speed=True)
+    return Column(
+        f"predicted_{name}",
+        title,
+        "{:.2f}×",
+        3,
+        label,
+        value=value,
+        in_json=False,
+        is_optional=True,
+        is_speed=True,
+    )
 
 
 COLUMNS = (
@@ -117,10 +143,25 @@ COLUMNS = (
     Column("tokens_per_second", "tokens\n/s", "{:,.1f}", 1, "tokens/s", is_speed=True),
     *map(Column, ("decode_tokens_per_second", "prompt_tokens_per_second")),
     Column("speedup", "\nspeedup", "{:.2f}×", value=attrgetter("speedup"), is_speed=True),
-    Column("speedup_low", "95%\ninterval", _interval, 4, value=attrgetter("low"), is_speed=True, is_interval=True),
+    Column(
+        "speedup_low",
+        "95%\ninterval",
+        _interval,
+        4,
+        value=attrgetter("low"),
+        is_speed=True,
+        is_interval=True,
+    ),
     Column("speedup_high", value=attrgetter("high")),
     Column("perplexity", "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
-    Column("joules_per_token", "joules\na token", _joules("joules_per_token"), 6, "joules a token", is_optional=True),
+    Column(
+        "joules_per_token",
+        "joules\na token",
+        _joules("joules_per_token"),
+        6,
+        "joules a token",
+        is_optional=True,
+    ),
     Column(
         "gross_joules_per_token",
         "with\nidle",
@@ -138,13 +179,18 @@ COLUMNS = (
 
 
 def shown_columns(rows: Sequence[MethodResult]) -> list[Column]:
-    """Returns the columns to show in a table with these rows, in the order of `COLUMNS`. Optional columns are left out if no row
-    has a value for them."""
-    return [column for column in COLUMNS if column.title and (not column.is_optional or any(map(column.text, rows)))]
+    """Returns the columns to show in a table with these rows, in the order of `COLUMNS`. Optional
+    columns are left out if no row has a value for them."""
+    return [
+        column
+        for column in COLUMNS
+        if column.title and (not column.is_optional or any(map(column.text, rows)))
+    ]
 
 
 def output_text(row: MethodResult) -> str:
-    """The text of the cell that says how a method's output compares with the output of plain decoding."""
+    """The text of the cell that says how a method's output compares with the output of plain
+    decoding."""
     if row.is_reference:
         return "reference"
     if not row.spec.lossless:
@@ -158,8 +204,8 @@ def settings_text(row: MethodResult) -> str:
 
 
 def as_json(result: MethodResult) -> dict[str, Any]:
-    """Returns a method's results as an object for the JSON output. `by_category` in it maps each category to the same numbers
-    over the prompts of this category."""
+    """Returns a method's results as an object for the JSON output. `by_category` in it maps each
+    category to the same numbers over the prompts of this category."""
     rows = {
         row.category: {column.key: column.of(row) for column in COLUMNS if column.in_json}
         for row in result.rows(by_category=True)
@@ -177,23 +223,34 @@ def as_json(result: MethodResult) -> dict[str, Any]:
 
 
 def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> str:
-    """Returns the results as CSV: one row for each method, over all prompts (its category cell is empty), and with `by_category`
-    one more row for each category."""
+    """Returns the results as CSV: one row for each method, over all prompts (its category cell is
+    empty), and with `by_category` one more row for each category."""
     columns = [column for column in COLUMNS if column.in_csv]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["method", "category", "lossless", *(column.key for column in columns), "settings", "error"])
+    writer.writerow(
+        ["method", "category", "lossless", *(column.key for column in columns), "settings", "error"]
+    )
     for result in results:
         error = None if result.failure is None else str(result.failure)
         for row in result.rows(by_category=by_category):
             values = [column.of(row) for column in columns]
-            cells = [result.spec.written, row.category, result.spec.lossless, *values, settings_text(result), error]
-            writer.writerow([_text_cell(value) if isinstance(value, str) else value for value in cells])
+            cells = [
+                result.spec.written,
+                row.category,
+                result.spec.lossless,
+                *values,
+                settings_text(result),
+                error,
+            ]
+            writer.writerow(
+                [_text_cell(value) if isinstance(value, str) else value for value in cells]
+            )
     return out.getvalue()
 
 
 def _text_cell(text: str) -> str:
-    """Returns text as a CSV file may hold it: on one line, without control characters, and with an apostrophe before each
-    character that would make a spreadsheet compute a formula, as OWASP advises ("CSV Injection"). A semicolon begins a cell in
-    some countries."""
+    """Returns text as a CSV file may hold it: on one line, without control characters, and with an
+    apostrophe before each character that would make a spreadsheet compute a formula, as OWASP
+    advises ("CSV Injection"). A semicolon begins a cell in some countries."""
     return _FORMULA.sub(r"\1'", one_line(text))

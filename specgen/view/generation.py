@@ -1,8 +1,9 @@
-"""What `specgen generate` shows: the answer while it is generated, one line a round, and a line with the run's numbers.
+"""What `specgen generate` shows: the answer while it is generated, one line a round, and a line
+with the run's numbers.
 
-In the answer the draft's tokens have another colour than the target's own. A round's line (a draft and its verification by the
-target, as in EESD's Figure 6) shows the drafted tokens and which of them were accepted, the target's own token, and why the draft
-ended.
+In the answer the draft's tokens have another colour than the target's own. A round's line (a draft
+and its verification by the target, as in EESD's Figure 6) shows the drafted tokens and which of
+them were accepted, the target's own token, and why the draft ended.
 """
 
 from __future__ import annotations
@@ -41,7 +42,18 @@ _STYLES = {
 }
 _MARKS = {"correction": "→", "bonus": "⊕"}
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_DROPPED_FIRST = ("runs", "ties", "shares", "pass", "where", "first", "name", "prompt", "accepted", "energy")
+_DROPPED_FIRST = (
+    "runs",
+    "ties",
+    "shares",
+    "pass",
+    "where",
+    "first",
+    "name",
+    "prompt",
+    "accepted",
+    "energy",
+)
 _DROPPED_NEXT = ("perplexity", "speed")
 
 
@@ -55,12 +67,15 @@ class Piece(NamedTuple):
 class AnswerText:
     """Turns the tokens of rounds into pieces of text that end before the first stop string.
 
-    Text that may be the beginning of a stop string is held back until more text shows whether it is.
+    Text that may be the beginning of a stop string is held back until more text shows whether it
+    is.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: StopStrings) -> None:
-        self._detokenizer, self._stop = detokenizer, stop
-        self._all = ""  # with marks, with the text that is held back, and with a stop string and what follows it
+        self._detokenizer = detokenizer
+        self._stop = stop
+        # with marks, with the text that is held back, and with a stop string and what follows it
+        self._all = ""
         self._drafted: list[bool] = []  # for each character of it
         self._shown = 0  # characters of it
 
@@ -72,7 +87,9 @@ class AnswerText:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
-            self._hold(self._detokenizer.push(token) + self._stop.mark(token), drafted=position < accepted)
+            self._hold(
+                self._detokenizer.push(token) + self._stop.mark(token), drafted=position < accepted
+            )
         return self._release(self._stop.begun(self._all))
 
     def finish(self) -> list[Piece]:
@@ -100,7 +117,8 @@ class AnswerText:
 class AnswerView:
     """Writes pieces of the answer to standard output.
 
-    On a terminal they are coloured and their control characters replaced by symbols. Into a pipe or file they are unchanged.
+    On a terminal they are coloured and their control characters replaced by symbols. Into a pipe or
+    file they are unchanged.
     """
 
     def __init__(self, console: ThemedConsole) -> None:
@@ -121,7 +139,8 @@ class AnswerView:
         for piece in pieces:
             shown = streamed(piece.text)
             if not self._begun:
-                shown = shown.removeprefix(" ")  # it separates the first word from the prompt, which is not shown
+                # it separates the first word from the prompt, which is not shown
+                shown = shown.removeprefix(" ")
             self._begun = True
             styled.append(shown, "token.accepted" if piece.drafted else "token.target")
         self._console.stream(styled)
@@ -133,7 +152,8 @@ class AnswerView:
 
 
 class Part(NamedTuple):
-    """A piece of a round's line: drafted tokens of the same status (such as accepted), the target's own token, or a mark like ✗.
+    """A piece of a round's line: drafted tokens of the same status (such as accepted), the target's
+    own token, or a mark like ✗.
 
     `kind`, a key of `_STYLES`, says which of these it is; "own" is the target's token.
     """
@@ -143,14 +163,17 @@ class Part(NamedTuple):
 
 
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    """Returns the pieces of a round's line: the drafted tokens, then the token that the target chose.
+    """Returns the pieces of a round's line: the drafted tokens, then the token that the target
+    chose.
 
-    `→` comes before a correction and `⊕` before a bonus token. `✗` comes before a rejected token. `shown` returns the text of
-    token ids on one line. If the draft is a tree, its accepted path is shown, with `²` after a token that was the second
-    candidate at its position, then the rejected candidates as `a|b` and the number of all other nodes.
+    `→` comes before a correction and `⊕` before a bonus token. `✗` comes before a rejected token.
+    `shown` returns the text of token ids on one line. If the draft is a tree, its accepted path is
+    shown, with `²` after a token that was the second candidate at its position, then the rejected
+    candidates as `a|b` and the number of all other nodes.
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
-    token, source = round_.verdict.token, round_.verdict.source
+    token = round_.verdict.token
+    source = round_.verdict.source
     if source is not None:
         line += [Part(" ", "space"), Part(_MARKS[source], "mark")]
     if token is not None:
@@ -159,10 +182,11 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 def reason(round_: Round, prompt_length: int) -> str:
-    """Returns the words at the end of a round's line: why the draft ended, empty where no reason is known.
+    """Returns the words at the end of a round's line: why the draft ended, empty where no reason is
+    known.
 
-    The round "prefill", which only processes the prompt, has no draft. Its words are the number of prompt tokens,
-    `prompt_length`.
+    The round "prefill", which only processes the prompt, has no draft. Its words are the number of
+    prompt tokens, `prompt_length`.
     """
     if round_.mode == "prefill":
         return f"prompt, {counted(prompt_length, 'token')}"
@@ -182,8 +206,11 @@ def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 
 
 def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    draft, ranks = round_.draft, Counter[int]()
-    line, rejected, discarded = [], [], 0
+    draft = round_.draft
+    ranks = Counter[int]()
+    line = []
+    rejected = []
+    discarded = 0
     for token, parent, status in zip(draft.tokens, draft.parents, round_.statuses, strict=True):
         ranks[parent] += 1  # its rank among its siblings
         if status is TokenStatus.ACCEPTED:
@@ -203,9 +230,9 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
 class RoundsView:
     """Prints a legend and one line per round.
 
-    `text_of` returns the text of token ids. `eos_ids` are shown as `<eos>`. `prompt_length` is in tokens. `parallel` adds a
-    column for PEARL's two modes, pre-verify and post-verify. `branches` explains in the legend the marks of drafts that are
-    trees.
+    `text_of` returns the text of token ids. `eos_ids` are shown as `<eos>`. `prompt_length` is in
+    tokens. `parallel` adds a column for PEARL's two modes, pre-verify and post-verify. `branches`
+    explains in the legend the marks of drafts that are trees.
     """
 
     def __init__(
@@ -222,7 +249,8 @@ class RoundsView:
         self._text_of = text_of
         self._eos_ids = eos_ids
         self._prompt_length = prompt_length
-        self._parallel, self._branches = parallel, branches
+        self._parallel = parallel
+        self._branches = branches
         self._lead = LEAD + MODE * parallel
 
     def legend(self) -> None:
@@ -236,9 +264,16 @@ class RoundsView:
                 Text("3/5 accepted", "quiet"),
             ]
         )
-        more = ["a|b: candidates for one position   ²: the second was accepted   +9: other nodes"] if self._branches else []
+        more = (
+            ["a|b: candidates for one position   ²: the second was accepted   +9: other nodes"]
+            if self._branches
+            else []
+        )
         if self._parallel:
-            more.append("pre, post: verified while the next tokens were drafted   ahead: drafted, not yet verified")
+            more.append(
+                "pre, post: verified while the next tokens were drafted   ahead: "
+                "drafted, not yet verified"
+            )
         for each in (line, *(Text(text, "quiet") for text in more)):
             for part in wrapped(each, self._console.width):
                 self._console.print(part)
@@ -246,7 +281,9 @@ class RoundsView:
     def show(self, round_: Round) -> None:
         drafted = len(round_.draft.tokens)
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
-        text = Text().join(Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown))
+        text = Text().join(
+            Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown)
+        )
         why = one_line_text(Text(reason(round_, self._prompt_length), "quiet"))
         width = min(self._console.width, PIPED_WIDTH)  # the reason stays near the text
         column = width - self._lead
@@ -256,7 +293,9 @@ class RoundsView:
             text.append("  ").append_text(why)
         lines = wrapped(text, max(column, 20))
         mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
-        row = Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
+        row = (
+            Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
+        )
         if width >= NARROW and why:
             row.append(" " * (width - row.cell_len - why.cell_len)).append_text(why)
         self._console.print(row)
@@ -278,16 +317,20 @@ def footer(
     where: str = "",
     is_cut: bool = False,
 ) -> Text:
-    """Returns the line below the answer: method, number of tokens, speeds of decoding and of the prompt, acceptance, time to the
-    first token, device and dtype (`where`, empty: not shown), tokens per target pass, shares of the time.
+    """Returns the line below the answer: method, number of tokens, speeds of decoding and of the
+    prompt, acceptance, time to the first token, device and dtype (`where`, empty: not shown),
+    tokens per target pass, shares of the time.
 
-    If the line is longer than `width` cells, the less important figures are left out, but never `notes` or `tuned`. `tuned` has,
-    in words, the method and the settings that `specgen tune` saved, empty where they are not used. `is_cut`: the limit that the
-    user or the default set (-n) ended the output.
+    If the line is longer than `width` cells, the less important figures are left out, but never
+    `notes` or `tuned`. `tuned` has, in words, the method and the settings that `specgen tune`
+    saved, empty where they are not used. `is_cut`: the limit that the user or the default set (-n)
+    ended the output.
     """
     tokens = counted(summary.new_tokens, "token")
-    energy, rate = summary.energy, summary.acceptance_rate
-    draft, verify = summary.share_of_time("draft"), summary.share_of_time("verify")
+    energy = summary.energy
+    rate = summary.acceptance_rate
+    draft = summary.share_of_time("draft")
+    verify = summary.share_of_time("verify")
     drafting = "waiting for the draft" if summary.parallel else "drafting"
     idle = energy.idle_watts or 0.0 if energy else 0.0
     figures = {
@@ -296,12 +339,16 @@ def footer(
         "speed": _figure("decoding {:,.1f} tokens/s", summary.decode_tokens_per_second),
         "prompt": _figure("prompt {:,.0f}/s", summary.prompt_tokens_per_second),
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
-        "energy": _figure(f"{{}} J/token above {significant(idle)} W idle", summary.joules_per_token, 3),
+        "energy": _figure(
+            f"{{}} J/token above {significant(idle)} W idle", summary.joules_per_token, 3
+        ),
         "accepted": _figure("{:.0%} accepted", rate),
         "first": _figure("first token {} s", summary.first_token_seconds, 2),
         "where": where,
         "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
-        "runs": _figure("{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None),
+        "runs": _figure(
+            "{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None
+        ),
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
@@ -309,15 +356,19 @@ def footer(
     for left_out in (None, *_DROPPED_FIRST, *_DROPPED_NEXT):
         if left_out is not None and not (left_out == "name" and (notes or tuned)):
             del figures[left_out]
-        line = Text("  ").join(Text(text, styles.get(key, "none")) for key, text in figures.items() if text)
+        line = Text("  ").join(
+            Text(text, styles.get(key, "none")) for key, text in figures.items() if text
+        )
         if line.cell_len <= width:
             break
-    line.highlight_words(["accepted"], "token.accepted")  # the green word explains the colour of accepted tokens
+    # the green word explains the colour of accepted tokens
+    line.highlight_words(["accepted"], "token.accepted")
     return line
 
 
 def _figure(template: str, value: float | None, digits: int | None = None) -> str:
-    """Returns the text of a figure, empty if it is not known. `digits` rounds it to so many significant ones."""
+    """Returns the text of a figure, empty if it is not known. `digits` rounds it to so many
+    significant ones."""
     if value is None:
         return ""
     return template.format(value if digits is None else significant(value, digits))

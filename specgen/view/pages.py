@@ -1,8 +1,10 @@
-"""HTML pages, each in one file: of `specgen compare --html`, and of recorded generations for `specgen inspect --html`.
+"""HTML pages, each in one file: of `specgen compare --html`, and of recorded generations for
+`specgen inspect --html`.
 
-The pages contain no script and load no other file. Their colours follow the mode of the system, light or dark. They are jinja2
-templates in `templates/`. Every value that a template prints has its control characters replaced by `_visible` and is then
-escaped, so text from a model or a file cannot become HTML.
+The pages contain no script and load no other file. Their colours follow the mode of the system,
+light or dark. They are jinja2 templates in `templates/`. Every value that a template prints has its
+control characters replaced by `_visible` and is then escaped, so text from a model or a file cannot
+become HTML.
 """
 
 from __future__ import annotations
@@ -21,17 +23,37 @@ from specgen.compare.results import not_run, ranked
 from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.charts import charts, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
-from specgen.view.comparison_columns import Column, output_text, ranked_rows, settings_text, shown_columns
+from specgen.view.comparison_columns import (
+    Column,
+    output_text,
+    ranked_rows,
+    settings_text,
+    shown_columns,
+)
 from specgen.view.generation import MODES, parts, reason
-from specgen.view.trace_report import COLUMNS, ENDED, LOSSY, RecordedMethod, best, conditions, main_figures
+from specgen.view.trace_report import (
+    COLUMNS,
+    ENDED,
+    LOSSY,
+    RecordedMethod,
+    best,
+    conditions,
+    main_figures,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a token shows that holds only some bytes of a character
+# what a token shows that holds only some bytes of a character
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _EOS = "⟨eos⟩"
-_SIGNALS = (("entropy", "{:.2f}"), ("top probability", "{:.0%}"), ("overlap", "{:.2f}"), ("divergence", "{:.2f}"))
+_SIGNALS = (
+    ("entropy", "{:.2f}"),
+    ("top probability", "{:.0%}"),
+    ("overlap", "{:.2f}"),
+    ("divergence", "{:.2f}"),
+)
 _CLASSES = {"accepted": "acc", "rejected": "rej", "discarded": "dis"}
 _CHOSEN = {
     "bonus": "bonus token after a completely accepted draft",
@@ -40,15 +62,21 @@ _CHOSEN = {
 }
 
 
-def comparison_page(report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str) -> Iterator[str]:
+def comparison_page(
+    report: Report, machine: Sequence[tuple[str, str]], versions: str, made_with: str
+) -> Iterator[str]:
     """Yields the HTML page of a comparison in pieces.
 
-    `machine` describes the computer as (heading, text) pairs. `versions` names the software versions. `made_with` is the command
-    that made the page.
+    `machine` describes the computer as (heading, text) pairs. `versions` names the software
+    versions. `made_with` is the command that made the page.
     """
     results = report.results
     measured = [(result.name, result.summary) for result in ranked(report.made) if result.prompts]
-    runs = [(name, results.examples[name]) for name, _ in measured if name in results.examples and results.examples[name].rounds]
+    runs = [
+        (name, results.examples[name])
+        for name, _ in measured
+        if name in results.examples and results.examples[name].rounds
+    ]
     prompts = {prompt.index: prompt for prompt in results.config.prompts}
     return _render(
         "compare_page.html.j2",
@@ -68,7 +96,8 @@ def comparison_page(report: Report, machine: Sequence[tuple[str, str]], versions
 
 
 def trace_page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]:
-    """Yields the HTML page of recorded methods in pieces. `made_with` is the command that made the page."""
+    """Yields the HTML page of recorded methods in pieces. `made_with` is the command that made the
+    page."""
     start = shown[0].run.start
     return _render(
         "trace_page.html.j2",
@@ -84,14 +113,18 @@ def trace_page(shown: Sequence[RecordedMethod], made_with: str) -> Iterator[str]
 
 
 def _headline(shown: Sequence[RecordedMethod]) -> str:
-    """Returns the headline of recorded methods: the main numbers of a single one, or the fastest of several."""
+    """Returns the headline of recorded methods: the main numbers of a single one, or the fastest of
+    several."""
     if len(shown) == 1:
         figures = main_figures(shown[0].figures.summary)
         return f"{shown[0].label}: {', '.join(' '.join(figure) for figure in figures)}"
-    top, prompts = best(shown), {tuple(entry.run.start["prompt_ids"]) for entry in shown}
+    top = best(shown)
+    prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
-    what = "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
+    what = (
+        "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
+    )
     return f"{top.label} was {what}: {top.speed:.1f} tokens per second"
 
 
@@ -118,13 +151,18 @@ def _environment() -> Environment:
     )
     environment.filters["marked"] = _marked
     named = (charts, counted, main_figures, settings_text, ticks, time_shares)
-    environment.globals |= {each.__name__: each for each in named} | {"tokens": _tokens, "rounds": _rounds, "settings": _settings}
+    environment.globals |= {each.__name__: each for each in named} | {
+        "tokens": _tokens,
+        "rounds": _rounds,
+        "settings": _settings,
+    }
     environment.globals |= {"ended": ENDED, "lossy": LOSSY}
     return environment
 
 
 def _visible(value: object) -> object:
-    """Returns a value that a template prints as one line of text without control characters (↵ for a line feed).
+    """Returns a value that a template prints as one line of text without control characters (↵ for
+    a line feed).
 
     HTML that a macro has made is returned unchanged.
     """
@@ -133,7 +171,8 @@ def _visible(value: object) -> object:
 
 @lru_cache(1 << 16)  # a long text has few different tokens
 def _marked(token: str, kind: str = "") -> Markup:
-    """The template filter `marked`: puts a token's text into an `<i>` element with the CSS class `kind`.
+    """The template filter `marked`: puts a token's text into an `<i>` element with the CSS class
+    `kind`.
 
     White space around the text stays outside the element. Line feeds and tabs are kept.
     """
@@ -150,11 +189,11 @@ def _marked(token: str, kind: str = "") -> Markup:
 
 
 def _compared(report: Report) -> dict[str, Any]:
-    """Returns the values of the macro `methods_table`: a line per method in order of rank, with a dot at its speedup and a line
-    over its interval.
+    """Returns the values of the macro `methods_table`: a line per method in order of rank, with a
+    dot at its speedup and a line over its interval.
 
-    Where requested, a line for each category of prompts follows its method. Methods that could not run come last, with the
-    reason.
+    Where requested, a line for each category of prompts follows its method. Methods that could not
+    run come last, with the reason.
     """
     shown = ranked_rows(report.made, by_category=report.by_category)
     top = best_result(report.made)
@@ -164,51 +203,94 @@ def _compared(report: Report) -> dict[str, Any]:
         kind += " cat" if entry.category else " best" if entry is top else ""
         speedup = entry.speedup or 0.0
         ends = {"low": entry.low or speedup, "high": entry.high or speedup}
-        lines.append({"kind": kind, "name": entry.name, "entry": entry, "speed": speedup, "output": output_text(entry), **ends})
-    off = [{"kind": "off", "name": ", ".join(names), "why": reason} for names, reason in not_run(report.made)]
-    return _table(lines, [column for column in shown_columns(shown) if column.label], 1.0, "×") | {"off": off}
+        lines.append(
+            {
+                "kind": kind,
+                "name": entry.name,
+                "entry": entry,
+                "speed": speedup,
+                "output": output_text(entry),
+                **ends,
+            }
+        )
+    off = [
+        {"kind": "off", "name": ", ".join(names), "why": reason}
+        for names, reason in not_run(report.made)
+    ]
+    return _table(lines, [column for column in shown_columns(shown) if column.label], 1.0, "×") | {
+        "off": off
+    }
 
 
 def _recorded(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
-    """Returns the values of the macro `methods_table`: per method, the tokens per second over all its recorded generations.
+    """Returns the values of the macro `methods_table`: per method, the tokens per second over all
+    its recorded generations.
 
     The interval of a method reaches from its slowest to its fastest generation.
     """
-    top, lines = best(shown), []
+    top = best(shown)
+    lines = []
     for entry in shown:
-        kind = "lossy" if not entry.lossless else "best" if entry is top else entry.run.method  # `ar` has a look of its own
+        # `ar` has a look of its own
+        kind = "lossy" if not entry.lossless else "best" if entry is top else entry.run.method
         speeds = entry.figures.speeds or [0.0]
         ends = {"low": min(speeds), "high": max(speeds)}
-        lines.append({"kind": kind, "name": entry.label, "entry": entry.figures, "speed": entry.speed, **ends})
+        lines.append(
+            {
+                "kind": kind,
+                "name": entry.label,
+                "entry": entry.figures,
+                "speed": entry.speed,
+                **ends,
+            }
+        )
     return _table(lines, COLUMNS, 0.0, "")
 
 
-def _table(lines: Sequence[dict[str, Any]], columns: Sequence[Column], origin: float, unit: str) -> dict[str, Any]:
+def _table(
+    lines: Sequence[dict[str, Any]], columns: Sequence[Column], origin: float, unit: str
+) -> dict[str, Any]:
     end = max((line["high"] for line in lines), default=0.0) or 1.0
-    return {"lines": lines, "columns": columns, "end": 1.04 * end, "ticks": ticks(end), "origin": origin, "unit": unit, "off": []}
+    return {
+        "lines": lines,
+        "columns": columns,
+        "end": 1.04 * end,
+        "ticks": ticks(end),
+        "origin": origin,
+        "unit": unit,
+        "off": [],
+    }
 
 
 # recorded generations
 
 
 def _settings(entry: RecordedMethod) -> str:
-    """Returns the settings of the recorded generation in words, with the ranges of those that differ between generations."""
+    """Returns the settings of the recorded generation in words, with the ranges of those that
+    differ between generations."""
     settings = {name: written_value(value) for name, value in entry.run.start["settings"].items()}
-    settings |= {name: f"{settings[name]} ({values} over all runs)" for name, values in entry.varying.items() if name in settings}
+    settings |= {
+        name: f"{settings[name]} ({values} over all runs)"
+        for name, values in entry.varying.items()
+        if name in settings
+    }
     return "".join(f", {name} {value}" for name, value in settings.items())
 
 
 def committed_texts(run: TracedRun) -> list[str]:
-    """Returns the text of each committed token (a token of the answer: accepted, or chosen by the target).
+    """Returns the text of each committed token (a token of the answer: accepted, or chosen by the
+    target).
 
-    Where several tokens make up one character, the last of these tokens has the character, taken from the text of the whole
-    answer, and the ones before it are empty. A token whose place in the answer cannot be found keeps its own text.
+    Where several tokens make up one character, the last of these tokens has the character, taken
+    from the text of the whole answer, and the ones before it are empty. A token whose place in the
+    answer cannot be found keeps its own text.
     """
     texts: list[str] = []
     for traced in run.rounds:
         texts += [traced.draft_texts[node] for node in traced.round.verdict.path]
         texts += [] if traced.token_text is None else [traced.token_text]
-    whole, start = run.summary["text"] if run.summary is not None else "", 0
+    whole = run.summary["text"] if run.summary is not None else ""
+    start = 0
     if texts and not whole.startswith(" "):  # a tokenizer may drop the first space
         texts[0] = texts[0].removeprefix(" ")
     for number, (text, following) in enumerate(pairwise([*texts, ""])):
@@ -225,8 +307,8 @@ def committed_texts(run: TracedRun) -> list[str]:
 def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
     """Yields each token, round by round: its CSS classes, its text and its tooltip.
 
-    Within a round the accepted tokens come first, then the rejected and discarded tokens, then the token that the target chose.
-    Of a draft that is a tree, discarded tokens are left out.
+    Within a round the accepted tokens come first, then the rejected and discarded tokens, then the
+    token that the target chose. Of a draft that is a tree, discarded tokens are left out.
     """
     texts = iter(committed_texts(run))
     for traced in run.rounds:
@@ -239,11 +321,20 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
             text = next(texts)
             yield "acc eos" if is_eos else "acc", _EOS if is_eos else text, _tooltip(traced, node)
         for node, status in enumerate(statuses):
-            if status is TokenStatus.REJECTED or (status is TokenStatus.DISCARDED and draft.is_chain):
-                yield f"gone {_CLASSES[status.value]}", inline(traced.draft_texts[node]), _tooltip(traced, node)
+            if status is TokenStatus.REJECTED or (
+                status is TokenStatus.DISCARDED and draft.is_chain
+            ):
+                yield (
+                    f"gone {_CLASSES[status.value]}",
+                    inline(traced.draft_texts[node]),
+                    _tooltip(traced, node),
+                )
         if verdict.token is not None:
             text = next(texts)
-            tip = f"“{inline(text)}”, id {verdict.token}: {_CHOSEN[verdict.source]}. Round {traced.round.index}."
+            tip = (
+                f"“{inline(text)}”, id {verdict.token}: {_CHOSEN[verdict.source]}. "
+                f"Round {traced.round.index}."
+            )
             yield "own eos" if ends else "own", _EOS if ends else text, tip
 
 
@@ -252,22 +343,31 @@ def _tooltip(traced: TracedRound, node: int) -> str:
     round_ = traced.round
     draft = traced.round.draft
     agreement = traced.round.verdict.agreement
-    figures = [draft.entropies, draft.top_probs, *((agreement.overlap, agreement.kl) if agreement else ())]
+    figures = [
+        draft.entropies,
+        draft.top_probs,
+        *((agreement.overlap, agreement.kl) if agreement else ()),
+    ]
     signals = [
         f"{name} {form.format(values[node])}"
         for (name, form), values in zip(_SIGNALS, figures, strict=False)
         if node < len(values) and not math.isnan(values[node])
     ]
-    said = f"“{inline(traced.draft_texts[node])}”, id {draft.tokens[node]}: drafted, {round_.statuses[node].value}."
+    said = (
+        f"“{inline(traced.draft_texts[node])}”, id {draft.tokens[node]}: drafted, "
+        f"{round_.statuses[node].value}."
+    )
     place = f"Round {round_.index}, {node + 1} of {len(draft.tokens)}."
     return " ".join([said, place, *([f"{', '.join(signals).capitalize()}."] if signals else ())])
 
 
 def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:
-    """Yields the values of one line per round, with the same content as the lines of `--rounds` in the terminal."""
+    """Yields the values of one line per round, with the same content as the lines of `--rounds` in
+    the terminal."""
     texts = run.texts()
     for traced in run.rounds:
-        round_, drafted = traced.round, len(traced.round.draft.tokens)
+        round_ = traced.round
+        drafted = len(traced.round.draft.tokens)
         mode = f"{MODES[round_.mode]}, " if round_.mode in MODES else ""  # PEARL's
         pieces = parts(round_, lambda ids: inline("".join(texts[token] for token in ids)))
         yield {

@@ -1,5 +1,5 @@
-"""What `specgen inspect` says about a pair of models (whether they fit together, their speed, which methods can run) and about
-methods, and what `specgen tune` found for a pair."""
+"""What `specgen inspect` says about a pair of models (whether they fit together, their speed, which
+methods can run) and about methods, and what `specgen tune` found for a pair."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ _LEAD = 13  # cells for the label before the text of a line
 _FIGURES = 66  # cells of a tuning's table to the right of the method's name
 _FEW_FIGURES = 47  # without plain decoding's speed and the number of prompts
 _FULL_TABLE = 80  # cells, from which a tuning's table has all columns
-UNTRANSLATED = "sd with translation=text (drafts text), lookup or suffix (no draft model), a draft of the target's family"
+UNTRANSLATED = (
+    "sd with translation=text (drafts text), lookup or suffix (no draft "
+    "model), a draft of the target's family"
+)
 ALTERNATIVES = f"{UNTRANSLATED}, or train this one: tune --train --methods sd"
 _STYLES = {"✓": "good", "✗": "bad", "·": "quiet"}
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # tokens in a draft or a pass
-# A line of the report: a label and a text or, as a list of rows, a table. With an empty label it continues the line above.
+# A line of the report: a label and a text or, as a list of rows, a table. With an empty label it
+# continues the line above.
 Fact = tuple[str, str | list[list[str]]]
 
 
@@ -44,20 +48,23 @@ Fact = tuple[str, str | list[list[str]]]
 
 
 def show(console: Console, report: PairReport, next_step: str | None) -> None:
-    """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no suggestion."""
+    """Prints the report on a pair. `next_step` is the command to suggest to the user, None for no
+    suggestion."""
     for line in lines(report, console.width, next_step):
         console.print(line, soft_wrap=True)
 
 
 def show_found(console: Console, found: Sequence[Found], published: str | None) -> None:
-    """Prints what was found to draft for a target, best first, with the expected speedups; `published` is a hint, or None."""
+    """Prints what was found to draft for a target, best first, with the expected speedups;
+    `published` is a hint, or None."""
     rows = [["expected", "drafter", "why"]]
     rows += [[f"{each.speedup:.2f}×", f"{each.kind} {each.name}", each.why] for each in found]
     lines = table(rows, left=(1, 2)) if found else []
     assumed = sorted({f"{each.acceptance:.0%}" for each in found if each.is_assumed})
     if assumed:
         said = (
-            f"expected: estimated from sizes, as if {' or '.join(assumed)} of the drafted tokens were accepted; tune measures it"
+            f"expected: estimated from sizes, as if {' or '.join(assumed)} of the "
+            "drafted tokens were accepted; tune measures it"
         )
         lines += wrapped(Text(said, "quiet"), console.width)
     lines += wrapped(Text(published), console.width) if published is not None else []
@@ -66,16 +73,26 @@ def show_found(console: Console, found: Sequence[Found], published: str | None) 
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
-    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least 40."""
+    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least
+    40."""
     for role, model in _roles(report).items():
-        active = "" if model.active_parameters == model.parameters else f" ({_count(model.active_parameters)} for a token)"
-        shape = f"{_count(model.parameters)} parameters{active}, {model.layers} layers × {model.hidden:,}"
+        active = (
+            ""
+            if model.active_parameters == model.parameters
+            else f" ({_count(model.active_parameters)} for a token)"
+        )
+        shape = (
+            f"{_count(model.parameters)} parameters{active}, {model.layers} layers × "
+            f"{model.hidden:,}"
+        )
         about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
         yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
     for label, text in facts(report):
         if isinstance(text, str):
-            yield from labelled(_label(label), Text(text, "none" if label else "quiet"), width, _LEAD)
+            yield from labelled(
+                _label(label), Text(text, "none" if label else "quiet"), width, _LEAD
+            )
         else:
             yield from (Text(" " * _LEAD).append_text(line) for line in table(text, left=()))
     yield Text()
@@ -87,7 +104,8 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
 
 
 def facts(report: PairReport) -> Iterator[Fact]:
-    """Yields what is known about a pair, from its files and by measuring, in the order of the report."""
+    """Yields what is known about a pair, from its files and by measuring, in the order of the
+    report."""
     if report.tokenizers is not None and report.draft is not None:
         yield from _tokenizers(report.tokenizers, report.target, report.draft)
     if report.tokenizers is not None and report.tokenizers.overlap is not None:
@@ -99,8 +117,17 @@ def facts(report: PairReport) -> Iterator[Fact]:
     yield "✓ context", _context(report)
     yield from _engine(report)
     if (cost := report.rounding) is not None:
-        figures = f"perplexity {cost.rounded_perplexity:.3f} in {report.target.dtype}, {cost.stored_perplexity:.3f} as stored"
-        yield "· rounding", f"{figures}; {cost.changed:.1%} of the greedy tokens change ({cost.tokens} tokens of text)"
+        figures = (
+            f"perplexity {cost.rounded_perplexity:.3f} in {report.target.dtype}, "
+            f"{cost.stored_perplexity:.3f} as stored"
+        )
+        yield (
+            "· rounding",
+            (
+                f"{figures}; {cost.changed:.1%} of the greedy tokens change ({cost.tokens} "
+                "tokens of text)"
+            ),
+        )
     if report.speedup_model is not None:
         yield from _costs(report.speedup_model, report.parallel_costs)
 
@@ -122,26 +149,35 @@ def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) ->
         yield "", f"{found.shared:,} tokens have the same id in both"
         for difference in found.differences:
             tokens = [difference["target"], difference["draft"]]
-            ours, theirs = ("no token" if token is None else f"“{inline(token)}”" for token in tokens)
+            ours, theirs = (
+                "no token" if token is None else f"“{inline(token)}”" for token in tokens
+            )
             yield "", f"id {difference['token_id']:,}: {ours} in the target, {theirs} in the draft"
         yield "", f"use {UNTRANSLATED}"
         return
     text = f"the same, {found.target_size:,} tokens"
     if not found.target_size == found.draft_size == found.shared:
-        text = f"{found.shared:,} tokens in common; the target has {found.target_size:,}, the draft {found.draft_size:,}"
+        text = (
+            f"{found.shared:,} tokens in common; the target has {found.target_size:,}, "
+            f"the draft {found.draft_size:,}"
+        )
     if target.table_rows != found.target_size or draft.table_rows != found.draft_size:
         text += f" (tables of {target.table_rows:,} and {draft.table_rows:,} rows: padded)"
     yield "✓ tokenizer", text
     if found.probe is not None:
-        yield "", f"but they split “{inline(found.probe[0])}” differently: only the target's way is used"
+        yield (
+            "",
+            f"but they split “{inline(found.probe[0])}” differently: only the target's way is used",
+        )
 
 
 def _overlap(overlap: TokenOverlap, model: SpeedupModel | None) -> Iterator[Fact]:
-    """Yields lines about drafts in the tokens that both tokenizers have. With the measured `model` they say whether such drafts
-    are likely to pay.
+    """Yields lines about drafts in the tokens that both tokenizers have. With the measured `model`
+    they say whether such drafts are likely to pay.
 
-    They hold for a draft model that splits text as it was trained to. If `tune --train` has taught it the target's tokens, more
-    of its drafted tokens may be accepted than kappa, the share of a text that is one token in both.
+    They hold for a draft model that splits text as it was trained to. If `tune --train` has taught
+    it the target's tokens, more of its drafted tokens may be accepted than kappa, the share of a
+    text that is one token in both.
     """
     yield "· tokenizer" if overlap.is_low else "✓ tokenizer", f"another; {common_tokens(overlap)}"
     yield "", covered_share(overlap)
@@ -162,8 +198,8 @@ def common_tokens(overlap: TokenOverlap) -> str:
 
 
 def covered_share(overlap: TokenOverlap) -> str:
-    """Returns in words which share of a text's tokens (kappa) are one token in both tokenizers and, if it is known, how many such
-    tokens follow each other on average."""
+    """Returns in words which share of a text's tokens (kappa) are one token in both tokenizers and,
+    if it is known, how many such tokens follow each other on average."""
     if overlap.kappa is None:
         return "there is too little text to say how much of an output they cover (kappa)"
     text = "the target's output" if overlap.is_output else "example text"
@@ -172,37 +208,51 @@ def covered_share(overlap: TokenOverlap) -> str:
 
 
 def notice(overlap: TokenOverlap) -> str:
-    """Returns a line that tells the user, before a run, that the tokenizers differ, and how much of a text can be drafted."""
+    """Returns a line that tells the user, before a run, that the tokenizers differ, and how much of
+    a text can be drafted."""
     line = f"note: the tokenizers differ: {common_tokens(overlap)}, and {covered_share(overlap)}"
     return f"{line}. Faster may be {ALTERNATIVES}" if overlap.is_low else line
 
 
 def _memory(report: PairReport) -> Iterator[Fact]:
-    """Yields lines about the memory of both models together, or of each if they are on different devices. If the target is spread
-    over several devices, there is a line for each."""
-    target, draft, placement = report.target, report.draft, report.placement
+    """Yields lines about the memory of both models together, or of each if they are on different
+    devices. If the target is spread over several devices, there is a line for each."""
+    target = report.target
+    draft = report.draft
+    placement = report.placement
     stages = placement.stages if placement is not None else ()
     if draft is None or draft.device == target.device or stages:
         device = ", ".join(str(stage.device) for stage in stages) or target.device
-        yield _fitting(list(_roles(report).values()), device, target.context_limit, report.free_bytes)
+        yield _fitting(
+            list(_roles(report).values()), device, target.context_limit, report.free_bytes
+        )
     else:
         yield _fitting([target], target.device, target.context_limit, report.free_bytes)
         yield _fitting([draft], draft.device, target.context_limit, report.draft_free_bytes)
     for stage in stages if len(stages) > 1 else ():
-        layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "the draft"
+        layers = (
+            f"layers {stage.layers.start} to {stage.layers.stop - 1}"
+            if stage.layers
+            else "the draft"
+        )
         yield "", f"{stage.device}: {layers}; {_size(stage.left)} of {_size(stage.free)} left"
     if report.ranks is not None:
         share = _size(target.weight_bytes // report.ranks)
         yield "", f"torchrun's {report.ranks} processes each hold about {share} of the target"
 
 
-def _fitting(models: Sequence[ModelFacts], device: str, longest: int | None, free: int | None) -> Fact:
-    """Returns a label and a text that say whether weights and a cache for `longest` tokens (None: no limit) fit into the free
-    bytes of a device (None: unknown)."""
-    weights, cache = sum(model.weight_bytes for model in models), 0
+def _fitting(
+    models: Sequence[ModelFacts], device: str, longest: int | None, free: int | None
+) -> Fact:
+    """Returns a label and a text that say whether weights and a cache for `longest` tokens (None:
+    no limit) fit into the free bytes of a device (None: unknown)."""
+    weights = sum(model.weight_bytes for model in models)
+    cache = 0
     text = f"{_size(weights)} of weights"
     if longest is not None:
-        cache = sum(model.cache_bytes * min(model.context_limit or longest, longest) for model in models)
+        cache = sum(
+            model.cache_bytes * min(model.context_limit or longest, longest) for model in models
+        )
         text += f" and {_size(cache)} of cache for {longest:,} tokens"
     if free is None:
         return "· memory", text
@@ -210,12 +260,20 @@ def _fitting(models: Sequence[ModelFacts], device: str, longest: int | None, fre
     if free < weights:
         return "✗ memory", f"{text}: the weights do not fit"
     tokens = (free - weights) // max(sum(model.cache_bytes for model in models), 1)
-    return "✓ memory", text if free >= weights + cache else f"{text}: room for about {tokens:,} tokens"
+    return (
+        "✓ memory",
+        text if free >= weights + cache else f"{text}: room for about {tokens:,} tokens",
+    )
 
 
 def _context(report: PairReport) -> str:
-    limit = report.target.context_limit  # beyond a smaller one of the draft, decoding continues without drafts
-    text = "the target's config names no limit" if limit is None else f"{limit:,} tokens, prompt and answer together"
+    # beyond a smaller one of the draft, decoding continues without drafts
+    limit = report.target.context_limit
+    text = (
+        "the target's config names no limit"
+        if limit is None
+        else f"{limit:,} tokens, prompt and answer together"
+    )
     draft_limit = report.draft.context_limit if report.draft is not None else None
     if draft_limit is not None and (limit is None or draft_limit < limit):
         text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
@@ -223,61 +281,102 @@ def _context(report: PairReport) -> str:
 
 
 def _engine(report: PairReport) -> Iterator[Fact]:
-    """Yields lines about what runs each model, and how many threads were chosen when the models were loaded."""
+    """Yields lines about what runs each model, and how many threads were chosen when the models
+    were loaded."""
     for role, model in _roles(report).items():
-        text = "specgen's own forward pass" if model.backend == "native" else f"transformers ({model.fallback})"
+        text = (
+            "specgen's own forward pass"
+            if model.backend == "native"
+            else f"transformers ({model.fallback})"
+        )
         text += f", {model.dtype}: {model.dtype_reason}"
         if model.tokenizer_fallback is not None:
             text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
         yield "· engine" if model is report.target else "", f"{role}: {text}"
     if (threads := report.threads) is not None:
-        times = ", ".join(f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items())
+        times = ", ".join(
+            f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items()
+        )
         yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
 
 
 def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
     """Yields lines about the times of passes, and from which acceptance speculation pays."""
     target = model.target_seconds
-    single, five = target[1], min(5, max(target))
+    single = target[1]
+    five = min(5, max(target))
     text = f"a target pass takes {_duration(single)}"
     if model.draft_seconds:
-        text = f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass ({_duration(single)})"
-    yield "✓ cost", f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} more than 1"
+        text = (
+            f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass "
+            f"({_duration(single)})"
+        )
+    yield (
+        "✓ cost",
+        (
+            f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} "
+            "more than 1"
+        ),
+    )
     if parallel is not None:
-        text = f"with both models running, a target pass takes as long as {parallel.ratio:.1f} draft passes (c): "
+        text = (
+            "with both models running, a target pass takes as long as "
+            f"{parallel.ratio:.1f} draft passes (c): "
+        )
         yield "", f"{text}PEARL's window is {parallel.window.size}"
     rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
-        yield "✗ pays from", "no acceptance rate: drafting and verifying cost more than they can save"
+        yield (
+            "✗ pays from",
+            "no acceptance rate: drafting and verifying cost more than they can save",
+        )
         return
-    yield "✓ pays from", f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:"
-    shown = {k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items() if k in _WIDTHS}
+    yield (
+        "✓ pays from",
+        f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:",
+    )
+    shown = {
+        k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items() if k in _WIDTHS
+    }
     rows = [[str(k), f"{target[k] / single:.2f}×", rate] for k, rate in shown.items()]
     yield "", [["tokens", "a pass", "pays from"], *rows]
     yield "", "at the best draft length, where each token is accepted with the same probability:"
     best = [(f"{acceptance:.0%}", *model.best(acceptance)) for acceptance in ACCEPTANCES]
-    yield "", [["acceptance", "speedup", "length"], *([rate, f"{speedup:.2f}×", str(k)] for rate, k, speedup in best)]
+    yield (
+        "",
+        [
+            ["acceptance", "speedup", "length"],
+            *([rate, f"{speedup:.2f}×", str(k)] for rate, k, speedup in best),
+        ],
+    )
 
 
 def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
-    """Yields which decoding methods can run on the pair, first those that can. Those with the same explanation share a line."""
+    """Yields which decoding methods can run on the pair, first those that can. Those with the same
+    explanation share a line."""
     groups: dict[tuple[bool, str], list[str]] = {}
     for name, readiness in found.items():
         why = "; ".join(filter(None, ["ready" * readiness.ready, readiness.why]))
         shown = name if METHODS[name].lossless else f"{name} (lossy)"
-        groups.setdefault((not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []).append(shown)
+        groups.setdefault(
+            (not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []
+        ).append(shown)
     for (is_missing, why), names in sorted(groups.items(), key=lambda group: group[0][0]):
         yield "✗" if is_missing else "✓", f"{', '.join(names)}: {why}"
 
 
 def _count(number: int) -> str:
     units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
-    return next((f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number))
+    return next(
+        (f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number)
+    )
 
 
 def _size(count: int) -> str:
-    size, unit = next((each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB"))
+    size, unit = next(
+        (each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB")
+    )
     return f"{count / size:,.1f} {unit}"
 
 
@@ -289,7 +388,8 @@ def _duration(seconds: float) -> str:
 
 
 def method_line(method: Method) -> dict[str, Any]:
-    """Returns the JSON line of a decoding method. A setting's `low` or `high` is None where its values have no such bound."""
+    """Returns the JSON line of a decoding method. A setting's `low` or `high` is None where its
+    values have no such bound."""
     settings = {
         name: {
             "default": setting.default,
@@ -314,18 +414,35 @@ def method_line(method: Method) -> dict[str, Any]:
 
 
 def method_card(console: Console, method: Method) -> None:
-    """Prints a decoding method's name, its paper and whether it is lossless, then a line per setting with its default value."""
+    """Prints a decoding method's name, its paper and whether it is lossless, then a line per
+    setting with its default value."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
-    head.append("  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad")
+    head.append(
+        "  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad"
+    )
     trained = "drafting layers in the target's files" if method.needs == MTP else "a trained head"
-    needs = {"a draft model": method.needs_draft_model, "an exit layer": method.needs_exit_layer, trained: method.head}
-    console.print(head.append("".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"))
+    needs = {
+        "a draft model": method.needs_draft_model,
+        "an exit layer": method.needs_exit_layer,
+        trained: method.head,
+    }
+    console.print(
+        head.append(
+            "".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"
+        )
+    )
     if method.any_policy:
         policies = ", ".join(available_policies(method))
         fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
-        console.print(Text(f"  policy={method.policy or ''}").append(f"  one of {policies}, with its settings{fixed}", "quiet"))
+        console.print(
+            Text(f"  policy={method.policy or ''}").append(
+                f"  one of {policies}, with its settings{fixed}", "quiet"
+            )
+        )
     for name, setting in known_settings(method, method.policy).items():
-        default = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        default = (
+            str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        )
         console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))
 
 
@@ -333,18 +450,30 @@ def method_card(console: Console, method: Method) -> None:
 
 
 def show_tuning(
-    console: Console, outcome: TuningOutcome, path: Path | None, *, is_default: bool = True, budget: float | None = None
+    console: Console,
+    outcome: TuningOutcome,
+    path: Path | None,
+    *,
+    is_default: bool = True,
+    budget: float | None = None,
 ) -> None:
-    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that failed.
+    """Prints the result of a tuning. `path` is the profile in which it was saved, None if that
+    failed.
 
-    `is_default`: the profile is in the folder where other commands look for it without `--profile`. `budget` is the time that the
-    tuning was given (seconds), None if there is no use in advising a larger one.
+    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
+    `budget` is the time that the tuning was given (seconds), None if there is no use in advising a
+    larger one.
     """
     width = theme.width(console)
     headline, details = _verdict(outcome)
     details.append(("ran", _ran(outcome)))
     if outcome.simulated:
-        details.append(("simulated", f"{counted(outcome.simulated, 'setting')}; their speeds are expected ones"))
+        details.append(
+            (
+                "simulated",
+                f"{counted(outcome.simulated, 'setting')}; their speeds are expected ones",
+            )
+        )
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", _without_name(names, reason)))
@@ -352,14 +481,30 @@ def show_tuning(
         needed = 10 * math.ceil((budget + outcome.missing_seconds) / 10)
         details.append(("more time", f"--budget {needed}, for what was left out for lack of time"))
     pair = outcome.pair
-    if pair is not None and pair.draft is not None and pair.found and METHODS[outcome.chosen.name].uses_draft_model:
+    if (
+        pair is not None
+        and pair.draft is not None
+        and pair.found
+        and METHODS[outcome.chosen.name].uses_draft_model
+    ):
         details.append(("drafted by", one_line(pair.draft.name)))
     if path is not None:
-        use = "used from now on" if is_default else f"use it with --profile {shlex.quote(str(path.parent))}"
+        use = (
+            "used from now on"
+            if is_default
+            else f"use it with --profile {shlex.quote(str(path.parent))}"
+        )
         details.append(("saved", f"{path.parent}, {use}"))
-    if perplexities := [f"{each.written} {each.perplexity:.2f}" for each in outcome.methods if each.perplexity]:
+    if perplexities := [
+        f"{each.written} {each.perplexity:.2f}" for each in outcome.methods if each.perplexity
+    ]:
         details.append(("perplexity", " · ".join(perplexities)))
-    shown = [Text(), *_candidates(outcome, width), Text(), *wrapped(Text(headline, "strong"), width)]
+    shown = [
+        Text(),
+        *_candidates(outcome, width),
+        Text(),
+        *wrapped(Text(headline, "strong"), width),
+    ]
     for label, text in details:
         shown += labelled(Text(label, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
     for line in shown:
@@ -381,20 +526,28 @@ def _ran(outcome: TuningOutcome) -> str:
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
-    """Returns a line per method: its tokens per second, measured or else expected by simulation, those of plain decoding in the
-    same turns, the number of prompts, and its measured speedup over plain decoding with the interval. Measured ones come first.
-    Settings for which `width` cells are too few are left out, and on narrow terminals plain decoding's speed and the prompts."""
+    """Returns a line per method: its tokens per second, measured or else expected by simulation,
+    those of plain decoding in the same turns, the number of prompts, and its measured speedup over
+    plain decoding with the interval. Measured ones come first. Settings for which `width` cells are
+    too few are left out, and on narrow terminals plain decoding's speed and the prompts."""
     is_full = width >= _FULL_TABLE
     figures = _FIGURES if is_full else _FEW_FIGURES
     basis: list[str | Text] = ["ar there", "prompts"] if is_full else []
     rows: list[list[str | Text]] = [["tokens/s", "measured", *basis, "expected", "speedup", ""]]
-    for method in sorted(outcome.methods, key=lambda each: (each.measured is None, -(each.measured or each.predicted))):
+    for method in sorted(
+        outcome.methods,
+        key=lambda each: (each.measured is None, -(each.measured or each.predicted)),
+    ):
         name = method.written if len(method.written) <= width - figures else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         plain = "" if method.plain is None else f"{method.plain:.1f}"
         prompts = "" if method.prompts is None else str(method.prompts)
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
-        remarks = [] if method.low is None or method.high is None else [f"{method.low:.2f}–{method.high:.2f}"]
+        remarks = (
+            []
+            if method.low is None or method.high is None
+            else [f"{method.low:.2f}–{method.high:.2f}"]
+        )
         remarks += [] if method.lossless else ["lossy"]
         label = Text(name, "strong" if method == outcome.chosen else "none")
         expected = f"{method.predicted:.1f}" if method.measured is None else ""
@@ -404,31 +557,48 @@ def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
 
 
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as ("next", "svip: 1.40×")."""
+    """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as
+    ("next", "svip: 1.40×")."""
     best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
     use = _use(outcome)
     if outcome.verdict == "no time":
         return f"Not enough time to tell what is fastest here: {use}.", _reasons(outcome)
     if best.name == PLAIN:
         return f"No method that keeps the output was tuned. So {use}.", []
-    interval = f" (95%: {best.low:.2f}–{best.high:.2f})" if best.low is not None and best.high is not None else ""
+    interval = (
+        f" (95%: {best.low:.2f}–{best.high:.2f})"
+        if best.low is not None and best.high is not None
+        else ""
+    )
     found = f"{best.written}: {speedup} plain decoding{interval}"
     why = _reasons(outcome)
     promising = outcome.promising
     hope = "" if promising is None else f"{promising.written}: {_hope(outcome, promising)}"
     if outcome.verdict == "unconfirmed":
         if promising is None:
-            headline = f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
+            headline = (
+                f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
+            )
             return headline, [("best found", found), *why]
-        headline = f"Not confirmed by enough real runs: {promising.name}, {_hope(outcome, promising)}. Until then {use}."
+        headline = (
+            f"Not confirmed by enough real runs: {promising.name}, "
+            f"{_hope(outcome, promising)}. Until then {use}."
+        )
         ran = [] if best.evidence is Evidence.SIMULATION else [("best run", found)]
         return headline, [("best found", hope), *ran, *why]
     if outcome.verdict == "pays":
         more = [("not confirmed", hope)] if hope else []
-        return f"Speculation pays here: {speedup} with {best.name}.", [("best", f"{found}, the same output"), *why, *more]
+        return f"Speculation pays here: {speedup} with {best.name}.", [
+            ("best", f"{found}, the same output"),
+            *why,
+            *more,
+        ]
     if outcome.verdict == "unclear":
         headline = f"No clear gain here: {speedup} at best{interval}. So {use}."
-        return headline, [*why, ("would tell", f"specgen compare --methods {best.written} --repeats 10")]
+        return headline, [
+            *why,
+            ("would tell", f"specgen compare --methods {best.written} --repeats 10"),
+        ]
     draft = "a draft model that is smaller, or closer to the target: --draft MODEL"
     if outcome.speedup_model is None:
         draft = "a draft model: --draft MODEL, or a head: --head FOLDER"
@@ -447,7 +617,10 @@ def _use(outcome: TuningOutcome) -> str:
     chosen = outcome.chosen
     if chosen.name == PLAIN:
         return "generate decodes plainly for this pair"
-    return f"generate uses {chosen.name}{', the default,' if chosen.name == DEFAULT_METHOD else ''} for this pair"
+    return (
+        "generate uses "
+        f"{chosen.name}{', the default,' if chosen.name == DEFAULT_METHOD else ''} for this pair"
+    )
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
@@ -461,7 +634,9 @@ def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
         return []  # the times of single passes do not explain what was measured
     what = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
     text = f"a {what} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
-    text += ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
+    text += (
+        ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
+    )
     if accepted is not None:
         text += f", here {accepted:.0%}"
     return [("why", text)]

@@ -1,11 +1,11 @@
-"""What is common to all that a terminal shows: the console that all text passes, colours, line breaks, tables, pictures.
+"""What is common to all that a terminal shows: the console that all text passes, colours, line
+breaks, tables, pictures.
 
-A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives every style its look.
+A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives
+every style its look.
 
 ansi   the terminal's own palette: two hues, two attributes (default, for an unknown background)
-dark   SPECGEN_THEME=dark
-light  SPECGEN_THEME=light
-mono   NO_COLOR or --no-color: attributes only
+dark   SPECGEN_THEME=dark light  SPECGEN_THEME=light mono   NO_COLOR or --no-color: attributes only
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PIPED_WIDTH = 100  # columns of output that does not go to a terminal
 SHORTEST_WRAP = 12  # cells
 GAP = 2  # cells between the columns of a table
 _GREY = [(0x59, 0x60, 0x69)] * 16
-_PICTURE = Path(__file__).with_name("templates") / "picture.svg"  # a format string for Rich's `export_svg`
+# a format string for Rich's `export_svg`
+_PICTURE = Path(__file__).with_name("templates") / "picture.svg"
 BACKGROUNDS = {
     "light": TerminalTheme((0xFF, 0xFF, 0xFF), (0x1F, 0x23, 0x28), _GREY),
     "dark": TerminalTheme((0x0D, 0x11, 0x17), (0xE6, 0xED, 0xF3), _GREY),
@@ -56,19 +57,22 @@ FLAVOURS = ("ansi", "dark", "light", "mono")
 
 
 class ThemedConsole(Console):
-    """Rich's console, through which all text for a person passes. No control character in a text reaches the terminal: only the
-    styles and the cursor movements that the program makes do.
+    """Rich's console, through which all text for a person passes. No control character in a text
+    reaches the terminal: only the styles and the cursor movements that the program makes do.
 
-    `flavour` is its colour scheme. Rich's markup and emoji codes are printed as they are. Writing to a pipe whose reader
-    has closed it raises BrokenPipeError.
+    `flavour` is its colour scheme. Rich's markup and emoji codes are printed as they are. Writing
+    to a pipe whose reader has closed it raises BrokenPipeError.
     """
 
     def __init__(self, flavour: str, **options: Any) -> None:
-        looks = {name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()}
+        looks = {
+            name: Style.parse(looks[FLAVOURS.index(flavour)]) for name, looks in _LOOKS.items()
+        }
         super().__init__(theme=Theme(looks), highlight=False, markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one becomes a symbol."""
+        """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one
+        becomes a symbol."""
         lines = (one_line_text(each) if isinstance(each, str | Text) else each for each in objects)
         super().print(*lines, **options)
 
@@ -76,17 +80,25 @@ class ThemedConsole(Console):
         """Prints text, which may hold line feeds, at the cursor, without a line feed after it."""
         super().print(text, end="")
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yields what Rich would write for an object, with visible symbols for the control characters in its texts."""
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Yields what Rich would write for an object, with visible symbols for the control
+        characters in its texts."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control or segment.text == "\n" else Segment(streamed(segment.text), segment.style)
+            yield (
+                segment
+                if segment.control or segment.text == "\n"
+                else Segment(streamed(segment.text), segment.style)
+            )
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
-    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment variables choose.
+    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment
+    variables choose.
 
     It prints colours on a terminal only.
     """
@@ -95,22 +107,30 @@ def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> 
         flavour = "mono"
     elif flavour not in FLAVOURS:
         flavour = "ansi"
-    return ThemedConsole(flavour, stderr=stderr, no_color=True if flavour == "mono" else None, soft_wrap=True, **options)
+    return ThemedConsole(
+        flavour,
+        stderr=stderr,
+        no_color=True if flavour == "mono" else None,
+        soft_wrap=True,
+        **options,
+    )
 
 
 def width(console: Console) -> int:
-    """Returns the width of the output in cells: the terminal's; elsewhere the variable COLUMNS, or `PIPED_WIDTH` without it."""
+    """Returns the width of the output in cells: the terminal's; elsewhere the variable COLUMNS, or
+    `PIPED_WIDTH` without it."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else PIPED_WIDTH
 
 
 def one_line_text(text: str | Text) -> Text:
-    """Returns the text with a symbol for each control character (see `base.text.one_line`), so that its width in cells is the one
-    that it is shown with."""
+    """Returns the text with a symbol for each control character (see `base.text.one_line`), so that
+    its width in cells is the one that it is shown with."""
     if isinstance(text, str):
         return Text(one_line(text))
     if not text.plain.isprintable():
         text = text.copy()
-        text.plain = one_line(text.plain)  # as long as before, so that its styles keep their positions
+        # as long as before, so that its styles keep their positions
+        text.plain = one_line(text.plain)
     return text
 
 
@@ -118,7 +138,8 @@ _CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
 
 
 def wrapped(text: Text, width: int, *, folds: bool = True) -> list[Text]:
-    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and control characters.
+    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and
+    control characters.
 
     Without `folds` a longer word, such as a path, stays in one piece.
     """
@@ -142,10 +163,11 @@ def _word_breaks(text: str, width: int) -> list[int]:
 
 
 def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
-    """Returns lines of at most `width` cells: the label in a column of `lead` cells, and the text wrapped to the right of it.
+    """Returns lines of at most `width` cells: the label in a column of `lead` cells, and the text
+    wrapped to the right of it.
 
-    Only a longer word makes a longer line, to be printed with `soft_wrap`. A label that does not fit into the column gets a line
-    of its own.
+    Only a longer word makes a longer line, to be printed with `soft_wrap`. A label that does not
+    fit into the column gets a line of its own.
     """
     label = one_line_text(label)
     parts = wrapped(text, max(width - lead, SHORTEST_WRAP), folds=False)
@@ -156,8 +178,11 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
     return lines
 
 
-def table(rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap: int = GAP) -> list[Text]:
-    """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to the left, others to the right.
+def table(
+    rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap: int = GAP
+) -> list[Text]:
+    """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to
+    the left, others to the right.
 
     The first row has the headings.
     """
@@ -180,7 +205,13 @@ def recorder(width: int, flavour: str) -> ThemedConsole:
 
     `width` is in cells. `flavour` is the name of a colour scheme, one of `FLAVOURS`.
     """
-    shown = {"width": width, "file": io.StringIO(), "force_terminal": True, "color_system": "truecolor", "_environ": {}}
+    shown = {
+        "width": width,
+        "file": io.StringIO(),
+        "force_terminal": True,
+        "color_system": "truecolor",
+        "_environ": {},
+    }
     return ThemedConsole(flavour, record=True, legacy_windows=False, **shown)
 
 
@@ -193,4 +224,6 @@ def svg(lines: Sequence[Text], width: int) -> str:
     for line in lines:
         console.print(line, soft_wrap=True)
     template = _PICTURE.read_text(encoding="utf-8")
-    return console.export_svg(title="", theme=BACKGROUNDS["light"], code_format=template, unique_id="specgen")
+    return console.export_svg(
+        title="", theme=BACKGROUNDS["light"], code_format=template, unique_id="specgen"
+    )

@@ -1,6 +1,8 @@
-"""The report of `specgen inspect` on recorded generations: numbers and charts made of text, for at least 40 cells of width.
+"""The report of `specgen inspect` on recorded generations: numbers and charts made of text, for at
+least 40 cells of width.
 
-The HTML page of the same generations takes the recorded methods, the columns and the sentences from here.
+The HTML page of the same generations takes the recorded methods, the columns and the sentences from
+here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from specgen.view.generation import MODES, RoundsView
 from specgen.view.theme import table, wrapped
 
 LOSSY = "lossy: the output differs from the target's by design, so it is not ranked."
-ENDED = {"length": "at the limit", "eos": "at the eos token", "stop": "at a stop text", "interrupted": "by an interruption"}
+ENDED = {
+    "length": "at the limit",
+    "eos": "at the eos token",
+    "stop": "at a stop text",
+    "interrupted": "by an interruption",
+}
 NARROWEST = 44  # cells for each method where several are shown side by side
 _GAP = 4  # cells between methods
 
@@ -34,9 +41,9 @@ _GAP = 4  # cells between methods
 class RecordedMethod:
     """A decoding method in a trace file, with the statistics of all its generations.
 
-    `label` is its name in the report, `source` the name of the file. `figures` are the statistics of all its generations. `run`
-    is the one generation to show in detail. `varying` has the settings that differed between generations, each as a range of
-    values such as "4–7".
+    `label` is its name in the report, `source` the name of the file. `figures` are the statistics
+    of all its generations. `run` is the one generation to show in detail. `varying` has the
+    settings that differed between generations, each as a range of values such as "4–7".
     """
 
     label: str
@@ -51,7 +58,8 @@ class RecordedMethod:
 
     @property
     def speed(self) -> float:
-        """The tokens per second over all generations of the method; 0 where no time was recorded."""
+        """The tokens per second over all generations of the method; 0 where no time was
+        recorded."""
         return self.figures.summary.tokens_per_second or 0.0
 
 
@@ -64,25 +72,39 @@ COLUMNS = (
 
 
 def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
-    """Returns the fastest lossless method; None where all methods are lossy or no time was recorded."""
-    return max((entry for entry in shown if entry.lossless and entry.speed), key=lambda entry: entry.speed, default=None)
+    """Returns the fastest lossless method; None where all methods are lossy or no time was
+    recorded."""
+    return max(
+        (entry for entry in shown if entry.lossless and entry.speed),
+        key=lambda entry: entry.speed,
+        default=None,
+    )
 
 
 def conditions(start: Mapping[str, Any], runs: int) -> str:
     """Returns in words the models, the device, the sampling and the number of recorded generations.
 
-    `start` is the first line of a recorded generation in the trace, `runs` the number of generations.
+    `start` is the first line of a recorded generation in the trace, `runs` the number of
+    generations.
     """
     models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
     temperature = start["sampling"].get("temperature")
-    how = f"temperature {temperature:g}" if type(temperature) in (int, float) and temperature else "greedy"
-    return f"{models}, {start['device']} {start['dtype']}, {how}" + (f", {runs} runs" if runs > 1 else "")
+    how = (
+        f"temperature {temperature:g}"
+        if type(temperature) in (int, float) and temperature
+        else "greedy"
+    )
+    return f"{models}, {start['device']} {start['dtype']}, {how}" + (
+        f", {runs} runs" if runs > 1 else ""
+    )
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
-    """Prints the rounds, the numbers and the charts of recorded methods, with several methods side by side.
+    """Prints the rounds, the numbers and the charts of recorded methods, with several methods side
+    by side.
 
-    At most `most_rounds` rounds of each are listed. None means 40 rounds if there is one method, and none if there are several.
+    At most `most_rounds` rounds of each are listed. None means 40 rounds if there is one method,
+    and none if there are several.
     """
     limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
     for entry in shown:
@@ -93,7 +115,10 @@ def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | N
     columns = max(1, min(len(shown), (console.width + _GAP) // (NARROWEST + _GAP)))
     width = min((console.width + _GAP) // columns - _GAP, 100)
     for start in range(0, len(shown), columns):
-        blocks = [[line for text in block(entry, width) for line in wrapped(text, width)] for entry in shown[start:][:columns]]
+        blocks = [
+            [line for text in block(entry, width) for line in wrapped(text, width)]
+            for entry in shown[start:][:columns]
+        ]
         for cells in zip_longest(*blocks, fillvalue=Text()):
             line = Text()
             for place, cell in enumerate(cells):
@@ -119,16 +144,30 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int) -> None:
     for traced in run.rounds[:limit]:
         view.show(traced.round)
     if len(run.rounds) > limit:
-        console.print(Text(f"and {counted(len(run.rounds) - limit, 'more round')}: --rounds {len(run.rounds)}", "quiet"))
+        console.print(
+            Text(
+                f"and {counted(len(run.rounds) - limit, 'more round')}: --rounds {len(run.rounds)}",
+                "quiet",
+            )
+        )
     console.print()
 
 
 def _show_methods(console: Console, shown: Sequence[RecordedMethod]) -> None:
-    """Prints a table with a line per method. If the terminal is too narrow for all columns, the rightmost ones are left out."""
+    """Prints a table with a line per method. If the terminal is too narrow for all columns, the
+    rightmost ones are left out."""
     names = max(len(entry.label) for entry in shown)
     columns = (_SPEED, *COLUMNS)[: max(1, (console.width - names) // 10)]
     rows = [["", *(column.label.rjust(8) for column in columns)]]
-    for line in table([*rows, *([entry.label, *(column.text(entry.figures) for column in columns)] for entry in shown)]):
+    for line in table(
+        [
+            *rows,
+            *(
+                [entry.label, *(column.text(entry.figures) for column in columns)]
+                for entry in shown
+            ),
+        ]
+    ):
         console.print(line)
     if not all(entry.lossless for entry in shown):
         for line in wrapped(Text(LOSSY, "quiet"), console.width):
@@ -139,11 +178,14 @@ def _show_methods(console: Console, shown: Sequence[RecordedMethod]) -> None:
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     """Yields the numbers and charts of a method for `width` cells; longer texts are to be wrapped.
 
-    They are computed over all generations of the method in the trace. Only the chart of rounds and the posterior of a bandit
-    policy are those of the one generation `entry.run`.
+    They are computed over all generations of the method in the trace. Only the chart of rounds and
+    the posterior of a bandit policy are those of the one generation `entry.run`.
     """
-    run, summary = entry.run, entry.figures.summary
-    where = conditions(run.start, entry.figures.runs) + "".join(f", {name} {values}" for name, values in entry.varying.items())
+    run = entry.run
+    summary = entry.figures.summary
+    where = conditions(run.start, entry.figures.runs) + "".join(
+        f", {name} {values}" for name, values in entry.varying.items()
+    )
     yield Text().append(entry.label, "strong").append(f"  {where}", "quiet")
     for note in run.notes:
         yield Text().append("note: ", "bad").append(note)
@@ -153,13 +195,17 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     if run.finish_reason is not None and entry.figures.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
-    for chart in (*([time_chart(summary)] if time_shares(summary) else ()), *charts(run, entry.figures)):
+    for chart in (
+        *([time_chart(summary)] if time_shares(summary) else ()),
+        *charts(run, entry.figures),
+    ):
         yield from chart.lines(width)
         yield Text()
 
 
 def main_figures(summary: Figures) -> list[tuple[str, str]]:
-    """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%", "accepted")."""
+    """Returns the main numbers of a generation as (number, meaning) pairs, such as ("85%",
+    "accepted")."""
     figures = [(f"{summary.new_tokens:,}", "token" if summary.new_tokens == 1 else "tokens")]
     if summary.tokens_per_second:
         figures.append((f"{summary.tokens_per_second:.1f}", "tokens/s"))

@@ -1,13 +1,16 @@
-"""Starts and ends the draft worker (the process that runs the draft model), and exchanges messages with it.
+"""Starts and ends the draft worker (the process that runs the draft model), and exchanges messages
+with it.
 
-A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and its arguments. The answer is a
-pair: serial number, and what the function returned, or a SpecgenError.
+A request is a pickled triple: serial number, the name of a function of `server.DraftServer`, and
+its arguments. The answer is a pair: serial number, and what the function returned, or a
+SpecgenError.
 
-A message through a socket wakes a sleeping process, which takes longer than a small model's pass. So before they sleep, both
-processes first watch 64-bit numbers ("words") at the beginning of shared memory for a moment. Each word is written by one process
-alone. The words are the serial numbers of the last request, of the last answer and of a draft to be ended, and the tokens drafted
-so far, each of these together with the serial number of its request. Imports no torch, so that the worker can start while this
-process still imports torch.
+A message through a socket wakes a sleeping process, which takes longer than a small model's pass.
+So before they sleep, both processes first watch 64-bit numbers ("words") at the beginning of shared
+memory for a moment. Each word is written by one process alone. The words are the serial numbers of
+the last request, of the last answer and of a draft to be ended, and the tokens drafted so far, each
+of these together with the serial number of its request. Imports no torch, so that the worker can
+start while this process still imports torch.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.machine import WAIT_PASSIVELY
 
 SIZE = 4096  # bytes of shared memory that hold the words; the tensors of drafts follow
-ASKED, ANSWERED, CUT, DRAFTED = 0, 1, 2, 3  # the words' positions; the last one is that of a draft's first token
+# the words' positions; the last one is that of a draft's first token
+ASKED = 0
+ANSWERED = 1
+CUT = 2
+DRAFTED = 3
 MOST_SHOWN = SIZE // 8 - DRAFTED  # drafted tokens
 TOKEN_BITS = 32
 _WATCH = 5e-3  # seconds that a process watches words before it sleeps
@@ -46,12 +53,14 @@ def is_possible() -> bool:
 
 
 def shared_words(memory: int) -> memoryview[int]:
-    """Returns the first `SIZE` bytes of the memory with the file descriptor `memory` as a view of 64-bit integers."""
+    """Returns the first `SIZE` bytes of the memory with the file descriptor `memory` as a view of
+    64-bit integers."""
     return memoryview(mmap(memory, SIZE)).cast("q")
 
 
 def watch(happened: Callable[[], bool]) -> bool:
-    """Calls `happened` repeatedly for a moment (`_WATCH` seconds) until it returns True. Returns whether it has.
+    """Calls `happened` repeatedly for a moment (`_WATCH` seconds) until it returns True. Returns
+    whether it has.
 
     `happened` reads the words in shared memory.
     """
@@ -66,9 +75,10 @@ def watch(happened: Callable[[], bool]) -> bool:
 class DraftProcess:
     """A draft worker: a child process that runs `python -m specgen.workers`.
 
-    Unlike with `multiprocessing`, the user's script is not run again in the child, which has no stdin or terminal and ignores
-    Ctrl-C. The child ends with `close`, when this object is deleted, or when the parent process ends for any reason. `memory` is
-    a file without a name, which both processes map.
+    Unlike with `multiprocessing`, the user's script is not run again in the child, which has no
+    stdin or terminal and ignores Ctrl-C. The child ends with `close`, when this object is deleted,
+    or when the parent process ends for any reason. `memory` is a file without a name, which both
+    processes map.
     """
 
     def __init__(self) -> None:
@@ -84,7 +94,8 @@ class DraftProcess:
             with theirs:
                 descriptors = theirs.fileno(), self.memory.fileno()
                 arguments = descriptors[0], os.getpid(), descriptors[1]
-                paths = os.pathsep.join(map(os.path.abspath, sys.path))  # the worker imports what this process would
+                # the worker imports what this process would
+                paths = os.pathsep.join(map(os.path.abspath, sys.path))
                 self._process = subprocess.Popen(  # noqa: S603  this interpreter
                     [sys.executable, "-P", "-m", "specgen.workers", *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
@@ -98,28 +109,33 @@ class DraftProcess:
             raise cannot_start(error) from error
         self._serial = 0
         self._answers: dict[int, Any] = {}  # received, but not yet asked for
-        self._close = weakref.finalize(self, _end, self._process, self._connection, self._log, self.memory)
+        self._close = weakref.finalize(
+            self, _end, self._process, self._connection, self._log, self.memory
+        )
 
     @property
     def alive(self) -> bool:
         return self._close.alive and self._process.poll() is None
 
     def send(self, name: str, *arguments: object) -> int:
-        """Sends a request to call the function `name` of `server.DraftServer`, and does not wait for the answer.
+        """Sends a request to call the function `name` of `server.DraftServer`, and does not wait
+        for the answer.
 
         Returns the request's serial number. Raises RunError if the worker has ended.
         """
         self._serial += 1
         with self._exchange():
-            while self._connection.poll():  # if unread answers filled the connection, both processes would wait for ever
+            # if unread answers filled the connection, both processes would wait for ever
+            while self._connection.poll():
                 self._read_answer()
-            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))  # `send` would pass tensors by files
+            # `send` would pass tensors by files
+            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))
             self._words[ASKED] = self._serial
         return self._serial
 
     def receive(self, serial: int) -> Any:
-        """Waits for the answer to the request with this serial number, and returns it. If the answer is a SpecgenError, raises
-        it.
+        """Waits for the answer to the request with this serial number, and returns it. If the
+        answer is a SpecgenError, raises it.
 
         Raises RunError if the worker has ended.
         """
@@ -138,8 +154,8 @@ class DraftProcess:
         self._answers[serial] = answer
 
     def shown(self, serial: int, count: int) -> list[int]:
-        """Waits until the draft that this request asked for has `count` tokens or is complete. Returns its first `count`
-        tokens."""
+        """Waits until the draft that this request asked for has `count` tokens or is complete.
+        Returns its first `count` tokens."""
         end = DRAFTED + count
 
         def is_there() -> bool:
@@ -152,12 +168,14 @@ class DraftProcess:
         return [word & ((1 << TOKEN_BITS) - 1) for word in words]
 
     def cut(self, serial: int) -> None:
-        """Ends the draft that this request asked for as soon as the token that is being drafted is complete."""
+        """Ends the draft that this request asked for as soon as the token that is being drafted is
+        complete."""
         self._words[CUT] = serial
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Wraps a use of the connection. If it is interrupted, ends the worker, because the connection is then unusable."""
+        """Wraps a use of the connection. If it is interrupted, ends the worker, because the
+        connection is then unusable."""
         try:
             yield
         except (EOFError, OSError):
@@ -176,7 +194,9 @@ class DraftProcess:
         The error then has its exit code or signal and the last line of its log.
         """
         if not self._close.alive:
-            return RunError("the draft worker of this run was ended", "Finish a run before its pair is closed")
+            return RunError(
+                "the draft worker of this run was ended", "Finish a run before its pair is closed"
+            )
         try:
             code = self._process.wait(timeout=_PATIENCE)
             why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
@@ -190,12 +210,14 @@ class DraftProcess:
 
 
 def cannot_start(error: OSError) -> RunError:
-    """Returns the error to raise if the system refuses to start a process or to provide shared memory."""
+    """Returns the error to raise if the system refuses to start a process or to provide shared
+    memory."""
     return RunError(f"the draft worker cannot be started: {error.strerror or error}", WITHOUT)
 
 
 def _end(process: subprocess.Popen[bytes], *files: Any) -> None:
-    """Kills the worker process at once, and closes its connection, its log and its shared memory."""
+    """Kills the worker process at once, and closes its connection, its log and its shared
+    memory."""
     process.kill()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_PATIENCE)

@@ -1,4 +1,5 @@
-"""The server that drafts for the runs of a pair of models (PEARL), in a worker process or in the process of the pair."""
+"""The server that drafts for the runs of a pair of models (PEARL), in a worker process or in the
+process of the pair."""
 
 from __future__ import annotations
 
@@ -26,18 +27,29 @@ from specgen.engine.model_loading import ModelSource, describe, load_weights
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translated_runner import TranslatedRunner
-from specgen.workers.process import ANSWERED, ASKED, CUT, DRAFTED, MOST_SHOWN, TOKEN_BITS, shared_words, watch
+from specgen.workers.process import (
+    ANSWERED,
+    ASKED,
+    CUT,
+    DRAFTED,
+    MOST_SHOWN,
+    TOKEN_BITS,
+    shared_words,
+    watch,
+)
 
-# A draft, the seconds that it took and those in which its thread ran, and what the length policy had learned before it, where
-# only the worker knows this.
+# A draft, the seconds that it took and those in which its thread ran, and what the length policy
+# had learned before it, where only the worker knows this.
 Answer = tuple[Draft, float, float, Mapping[str, float] | None]
 
 
 class SharedDrafts:
-    """The part of the shared memory that one run uses for drafts: their `probs` if the run samples, their `logits` if it records.
+    """The part of the shared memory that one run uses for drafts: their `probs` if the run samples,
+    their `logits` if it records.
 
-    There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is the largest number of tokens
-    in a draft. `size` is in bytes; 0 for a run that needs neither tensor.
+    There are two slots, 0 and 1, because one draft is verified while the next is made. `window` is
+    the largest number of tokens in a draft. `size` is in bytes; 0 for a run that needs neither
+    tensor.
     """
 
     def __init__(self, setup: Setup, window: int) -> None:
@@ -47,10 +59,12 @@ class SharedDrafts:
         self.size = 4 * prod(self._shape)
 
     def map(self, memory: int, offset: int) -> None:
-        """Maps `size` bytes of the file with the descriptor `memory`, beginning at `offset`. The file must be large enough
-        already."""
+        """Maps `size` bytes of the file with the descriptor `memory`, beginning at `offset`. The
+        file must be large enough already."""
         if self.size:
-            words = torch.frombuffer(mmap(memory, offset + self.size), dtype=torch.float32, offset=offset)
+            words = torch.frombuffer(
+                mmap(memory, offset + self.size), dtype=torch.float32, offset=offset
+            )
             self._tensor = words.view(self._shape)
 
     def write(self, slot: int, draft: Draft) -> Draft:
@@ -66,8 +80,8 @@ class SharedDrafts:
         return replace(draft, probs=None, logits=None)
 
     def read(self, slot: int, draft: Draft, device: torch.device) -> Draft:
-        """Returns the draft with the tensors of the slot: copies on `device` if this is a GPU, otherwise views of the shared
-        memory.
+        """Returns the draft with the tensors of the slot: copies on `device` if this is a GPU,
+        otherwise views of the shared memory.
 
         Views stay valid until the draft after the next one is started.
         """
@@ -91,28 +105,35 @@ class _Run:
 class DraftServer:
     """Keeps the draft model and the active runs (outputs being generated) between requests.
 
-    `runner` runs the draft model; None: it is loaded by the request `load`. `memory` is the descriptor of the memory shared with
-    the pair's process; None in that process itself. `show` is called with each drafted token's number, from 0, and the token; if
-    it returns False, the draft ends.
+    `runner` runs the draft model; None: it is loaded by the request `load`. `memory` is the
+    descriptor of the memory shared with the pair's process; None in that process itself. `show` is
+    called with each drafted token's number, from 0, and the token; if it returns False, the draft
+    ends.
     """
 
     def __init__(self, runner: Any = None, memory: int | None = None) -> None:
         self.show: Callable[[int, int], bool] = lambda position, token: True
-        self._runner, self._memory = runner, memory
+        self._runner = runner
+        self._memory = memory
         self._model: Any = None
         self._translation: Any = None
         self._runs: dict[int, _Run] = {}
         self._learned: dict[Hashable, Any] = {}  # see `LengthPolicy.share`
 
-    def load(self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any) -> None:
-        """Loads the draft model from the folder that `source` names, onto `device` (as text, such as `cuda:0`).
+    def load(
+        self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any
+    ) -> None:
+        """Loads the draft model from the folder that `source` names, onto `device` (as text, such
+        as `cuda:0`).
 
-        `threads` is the number of CPU threads to use. `translation` is between the target's tokens and the draft model's; None if
-        both have the same.
+        `threads` is the number of CPU threads to use. `translation` is between the target's tokens
+        and the draft model's; None if both have the same.
         """
         torch.set_num_threads(threads)
         self._runner = None  # of a model loaded before
-        self._model = load_weights(describe(Path(source.location), source), DTYPES[dtype], torch.device(device))
+        self._model = load_weights(
+            describe(Path(source.location), source), DTYPES[dtype], torch.device(device)
+        )
         self._translation = translation
         runner = ModelRunner(self._model)
 
@@ -126,24 +147,35 @@ class DraftServer:
 
     @inference
     def begin(
-        self, run: int, prompt_ids: Sequence[int], policy: LengthPolicy, setup: Setup, window: int, offset: int, penalties: Any
+        self,
+        run: int,
+        prompt_ids: Sequence[int],
+        policy: LengthPolicy,
+        setup: Setup,
+        window: int,
+        offset: int,
+        penalties: Any,
     ) -> None:
         """Makes the run's drafter, and runs the draft model over the prompt.
 
-        `run` is the run's number in later requests, `policy` ends its drafts, `window` is the largest number of tokens in a
-        draft. `offset` (bytes) is where
-        the run's part of the shared memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
+        `run` is the run's number in later requests, `policy` ends its drafts, `window` is the
+        largest number of tokens in a draft. `offset` (bytes) is where the run's part of the shared
+        memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
         if the target has no penalties, or if the runner applies them already.
         """
         if self._runner is None:
             processor = None
             if penalties is not None:
                 generation, eos_ids = penalties
-                processor = PenaltyProcessor(generation, eos_ids, setup.vocab_size, self._model.device)
+                processor = PenaltyProcessor(
+                    generation, eos_ids, setup.vocab_size, self._model.device
+                )
             if self._translation is None:
                 self._runner = ModelRunner(self._model, processor)
             else:
-                self._runner = TranslatedRunner(ModelRunner(self._model), self._translation, processor)
+                self._runner = TranslatedRunner(
+                    ModelRunner(self._model), self._translation, processor
+                )
         if setup.capacity:
             self._runner.reserve(setup.capacity)
         shared = None
@@ -167,13 +199,15 @@ class DraftServer:
         limit: int,
         slot: int,
     ) -> Answer:
-        """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, those in which this thread ran, and the
-        policy's state before it.
+        """Drafts at most `limit` tokens. Returns the draft, the seconds that it took, those in
+        which this thread ran, and the policy's state before it.
 
-        `committed` are the output's new tokens since the last request. `unverified` are drafted tokens after them that the target
-        is still verifying. `observed` are (drafted, accepted) token counts of the drafts verified since the last request, for the
-        length policy. The draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if there is one.
-        The state is None where the pair's process knows it (see `LengthPolicy.learns_from_tokens`).
+        `committed` are the output's new tokens since the last request. `unverified` are drafted
+        tokens after them that the target is still verifying. `observed` are (drafted, accepted)
+        token counts of the drafts verified since the last request, for the length policy. The
+        draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if
+        there is one. The state is None where the pair's process knows it (see
+        `LengthPolicy.learns_from_tokens`).
         """
         own_start = time.thread_time()
         start = time.perf_counter()
@@ -191,7 +225,8 @@ class DraftServer:
         return draft, time.perf_counter() - start, time.thread_time() - own_start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
-        """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for the length policy."""
+        """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for
+        the length policy."""
         ended = self._runs.pop(run, None)
         if ended is not None:
             for drafted, accepted in observed:
@@ -204,11 +239,15 @@ class DraftServer:
 
 
 def serve(connection: Connection, memory: int) -> None:
-    """Answers requests until the parent process closes its end of `connection`. Reports errors to it and continues.
+    """Answers requests until the parent process closes its end of `connection`. Reports errors to
+    it and continues.
 
     `memory` is the descriptor of the shared memory.
     """
-    server, words, serial, name = DraftServer(None, memory), shared_words(memory), 0, ""
+    server = DraftServer(None, memory)
+    words = shared_words(memory)
+    serial = 0
+    name = ""
 
     def show(position: int, token: int) -> bool:
         if position < MOST_SHOWN:
@@ -238,4 +277,6 @@ def _reportable(error: Exception) -> SpecgenError:
         return error
     if is_out_of_memory(error):
         return RunError("the draft worker ran out of memory", "Try a smaller model")
-    return RunError(f"the draft worker failed: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return RunError(
+        f"the draft worker failed: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    )

@@ -1,5 +1,5 @@
-"""The draft worker of a pair of models: it drafts while the target's passes run (PEARL), in its own process or on a CUDA
-stream."""
+"""The draft worker of a pair of models: it drafts while the target's passes run (PEARL), in its own
+process or on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -32,21 +32,29 @@ _RUNS = count(1)
 
 
 class DraftWorker:
-    """Runs the draft model of a pair, in a child process or in this one. Made by `of_process` or `in_this_process`.
+    """Runs the draft model of a pair, in a child process or in this one. Made by `of_process` or
+    `in_this_process`.
 
-    In this process, it uses a CUDA stream of its own if both models share a GPU; otherwise both models take turns. `threads` is
-    the number of CPU threads left to the target; None if it keeps all of them. `penalties` are the target's generation config and
-    end-of-sequence ids, so that a draft model in a child process applies the same penalties to its logits; None without
-    penalties.
+    In this process, it uses a CUDA stream of its own if both models share a GPU; otherwise both
+    models take turns. `threads` is the number of CPU threads left to the target; None if it keeps
+    all of them. `penalties` are the target's generation config and end-of-sequence ids, so that a
+    draft model in a child process applies the same penalties to its logits; None without penalties.
     """
 
-    def __init__(self, channel: DraftProcess | _Here | None, load: Sequence[object] = (), threads: int | None = None) -> None:
+    def __init__(
+        self,
+        channel: DraftProcess | _Here | None,
+        load: Sequence[object] = (),
+        threads: int | None = None,
+    ) -> None:
         self.threads = threads
         self.penalties: tuple[GenerationConfig, frozenset[int]] | None = None
         self.is_process = not isinstance(channel, _Here)
-        self._channel, self._load = channel, load
+        self._channel = channel
+        self._load = load
         self._loading = channel.send("load", *load) if isinstance(channel, DraftProcess) else None
-        self._region_ends: dict[object, int] = {}  # for each active run the end of its part of the shared memory
+        # for each active run the end of its part of the shared memory
+        self._region_ends: dict[object, int] = {}
         self._threads_before = 0
 
     @classmethod
@@ -60,28 +68,34 @@ class DraftWorker:
     ) -> DraftWorker:
         """Returns a worker that runs the draft model in a child process.
 
-        `process` is a child that was already started; None: one is started when it is first needed. A child that died is started
-        again. `device` and `dtype` are those of the draft model. `translation` is between the target's tokens and the draft
-        model's; None if both have the same.
+        `process` is a child that was already started; None: one is started when it is first needed.
+        A child that died is started again. `device` and `dtype` are those of the draft model.
+        `translation` is between the target's tokens and the draft model's; None if both have the
+        same.
         """
         own, worker_threads = split_threads()
-        source = replace(draft.source, location=str(draft.folder), label=draft.name, on_mps=device.type == "mps")
+        source = replace(
+            draft.source, location=str(draft.folder), label=draft.name, on_mps=device.type == "mps"
+        )
         load = source, str(device), str(dtype).removeprefix("torch."), worker_threads, translation
         # a worker on an accelerator uses the CPU only to launch kernels
         return cls(process, load, own if device.type == "cpu" else None)
 
     @classmethod
-    def in_this_process(cls, runner: DraftRunner, target: torch.device | None = None) -> DraftWorker:
+    def in_this_process(
+        cls, runner: DraftRunner, target: torch.device | None = None
+    ) -> DraftWorker:
         """Returns a worker that runs the draft model in this process.
 
-        If `target`, the target's device, is a GPU that the draft model is on too, it runs on a CUDA stream of its own; otherwise
-        the models take turns.
+        If `target`, the target's device, is a GPU that the draft model is on too, it runs on a CUDA
+        stream of its own; otherwise the models take turns.
         """
         is_shared = target is not None and target.type == "cuda" and runner.device == target
         return cls(_Here(runner, has_stream=is_shared))
 
     def ready(self) -> DraftProcess | _Here:
-        """Waits until the draft model is loaded, and starts the process if none is alive. Returns what requests are sent to.
+        """Waits until the draft model is loaded, and starts the process if none is alive. Returns
+        what requests are sent to.
 
         Raises SpecgenError if the model cannot be loaded.
         """
@@ -100,21 +114,24 @@ class DraftWorker:
         return self._channel
 
     def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> WorkerDrafter:
-        """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy` ends."""
+        """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy`
+        ends."""
         return WorkerDrafter(self, policy, setup, window)
 
     def enter(self, run: object, shared: SharedDrafts) -> int:
-        """Begins a run (the generation of one output): reserves a part of the shared memory for it, and returns its offset in
-        bytes.
+        """Begins a run (the generation of one output): reserves a part of the shared memory for it,
+        and returns its offset in bytes.
 
-        If no other run is active, also lowers this process's number of CPU threads, to leave the worker its share.
+        If no other run is active, also lowers this process's number of CPU threads, to leave the
+        worker its share.
         """
         offset = max(self._region_ends.values(), default=SIZE)
         end = offset + shared.size
         is_first = not self._region_ends
         if is_first:
             self._threads_before = torch.get_num_threads()
-        self._region_ends[run] = end  # before the threads change: `leave` restores them after an interrupt
+        # before the threads change: `leave` restores them after an interrupt
+        self._region_ends[run] = end
         if is_first and self.threads is not None:
             torch.set_num_threads(min(self._threads_before, self.threads))
         if isinstance(self._channel, DraftProcess):
@@ -128,13 +145,18 @@ class DraftWorker:
         return offset
 
     def leave(self, run: object) -> None:
-        """Ends a run; does nothing if it has not begun. When no run is active, this process gets back its number of CPU
-        threads."""
-        if self._region_ends.pop(run, None) is not None and not self._region_ends and self.threads is not None:
+        """Ends a run; does nothing if it has not begun. When no run is active, this process gets
+        back its number of CPU threads."""
+        if (
+            self._region_ends.pop(run, None) is not None
+            and not self._region_ends
+            and self.threads is not None
+        ):
             torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:
-        """Clears the KV cache of a draft model in a child process. The cache of one in this process belongs to the pair."""
+        """Clears the KV cache of a draft model in a child process. The cache of one in this process
+        belongs to the pair."""
         if isinstance(self._channel, DraftProcess) and self._channel.alive:
             self._channel.send("forget")
 
@@ -145,12 +167,16 @@ class DraftWorker:
 
 
 class WorkerDrafter:
-    """Drafts for one run (the generation of one output) in the worker. Implements `decoding.parallel.ParallelDrafter`.
+    """Drafts for one run (the generation of one output) in the worker. Implements
+    `decoding.parallel.ParallelDrafter`.
 
-    The length policy (the rule that ends drafts) decides in the worker; `policy` in this process only follows its state.
+    The length policy (the rule that ends drafts) decides in the worker; `policy` in this process
+    only follows its state.
     """
 
-    def __init__(self, worker: DraftWorker, policy: LengthPolicy, setup: Setup, window: int) -> None:
+    def __init__(
+        self, worker: DraftWorker, policy: LengthPolicy, setup: Setup, window: int
+    ) -> None:
         self.seconds = 0.0
         self.own_seconds = 0.0
         self._worker = worker
@@ -162,8 +188,10 @@ class WorkerDrafter:
         self.policy: LengthPolicy = self._mirror
         self._channel: Any = None  # DraftProcess or _Here
         self._shared = SharedDrafts(setup, window)
-        self._run, self._slot = next(_RUNS), 0
-        self._requests: list[Any] = []  # those without an answer: for the beginning of the run, and for a draft
+        self._run = next(_RUNS)
+        self._slot = 0
+        # those without an answer: for the beginning of the run, and for a draft
+        self._requests: list[Any] = []
 
     def ready(self) -> None:
         self._worker.ready()
@@ -177,7 +205,8 @@ class WorkerDrafter:
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._slot = 1 - self._slot
-        committed, observed = context.ids[self._known :], list(self._mirror.observed)
+        committed = context.ids[self._known :]
+        observed = list(self._mirror.observed)
         given = committed, list(unverified), observed, limit, self._slot
         self._requests.append(self._channel.send("draft", self._run, *given))
         self._known = len(context)
@@ -203,7 +232,8 @@ class WorkerDrafter:
     def close(self) -> None:
         if self._channel is None:
             return
-        channel, self._channel = self._channel, None
+        channel = self._channel
+        self._channel = None
         self._worker.leave(self)
         with suppress(RunError):  # a worker that has ended has no runs to end
             channel.send("end", self._run, self._mirror.observed)
@@ -212,9 +242,9 @@ class WorkerDrafter:
 class _PolicyMirror(LengthPolicy):
     """A copy of a length policy that decides in the worker.
 
-    `observed` are the numbers of drafted and accepted tokens that the worker is to be told. `policy` learns from the same
-    numbers; None if its state depends on more than them. Then the state is `answered`, which the worker sends with each draft:
-    the state before it.
+    `observed` are the numbers of drafted and accepted tokens that the worker is to be told.
+    `policy` learns from the same numbers; None if its state depends on more than them. Then the
+    state is `answered`, which the worker sends with each draft: the state before it.
     """
 
     def __init__(self, policy: LengthPolicy | None) -> None:
@@ -234,25 +264,27 @@ class _PolicyMirror(LengthPolicy):
 class _Here:
     """Runs a `DraftServer` in this process. Has the functions of `DraftProcess`.
 
-    Two threads would not draft in parallel, because Python runs one at a time, and launches of kernels wait too. So there is no
-    thread: if both models share a GPU, the caller queues the target's pass, and a draft is made on a second stream when the
-    caller waits for it.
+    Two threads would not draft in parallel, because Python runs one at a time, and launches of
+    kernels wait too. So there is no thread: if both models share a GPU, the caller queues the
+    target's pass, and a draft is made on a second stream when the caller waits for it.
     """
 
     def __init__(self, runner: DraftRunner, *, has_stream: bool) -> None:
-        self._server, self._device = DraftServer(runner), runner.device
+        self._server = DraftServer(runner)
+        self._device = runner.device
         self._stream = torch.cuda.Stream(runner.device) if has_stream else None  # type: ignore[no-untyped-call]
 
     def send(self, name: str, *arguments: Any) -> Callable[[], Any]:
-        """Calls a function of the server, and returns a function that returns the result. A draft is made only when that is
-        called."""
+        """Calls a function of the server, and returns a function that returns the result. A draft
+        is made only when that is called."""
         request = cache(partial(self._call, name, *arguments))
         if name != "draft":
             request()
         return request
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Calls the server, on the second stream if there is one. The host does not wait for the target's pass."""
+        """Calls the server, on the second stream if there is one. The host does not wait for the
+        target's pass."""
         function = getattr(self._server, name)
         if self._stream is None:
             return function(*arguments)
@@ -266,7 +298,8 @@ class _Here:
         if name == "draft":
             for tensor in (answer[0].probs, answer[0].logits):
                 if tensor is not None:
-                    tensor.record_stream(current)  # its memory belongs to the stream it was allocated on
+                    # its memory belongs to the stream it was allocated on
+                    tensor.record_stream(current)
         return answer
 
     def receive(self, request: Callable[[], Any]) -> Any:

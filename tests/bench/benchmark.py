@@ -1,7 +1,9 @@
-"""Measures the speed of specgen's methods against transformers on the same models: `python tests/bench/benchmark.py`.
+"""Measures the speed of specgen's methods against transformers on the same models: `python
+tests/bench/benchmark.py`.
 
-Runs are taken in turn, prompt by prompt, so that a drifting machine is fair to all; each method's figure is the median over the
-prompts of its tokens a second over those of transformers' plain `generate` on the same prompt. All outputs must be identical.
+Runs are taken in turn, prompt by prompt, so that a drifting machine is fair to all; each method's
+figure is the median over the prompts of its tokens a second over those of transformers' plain
+`generate` on the same prompt. All outputs must be identical.
 """
 
 from __future__ import annotations
@@ -27,35 +29,61 @@ from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutpu
 from specgen.methods import find, resolve
 
 PLAIN = "transformers"
-METHODS = ("ar", "sd:k=5", "sd:k=8", "sd:k=12", "heuristic", "confidence", "svip", "adaptive", "beta-ts", "lookup", "pearl")
+METHODS = (
+    "ar",
+    "sd:k=5",
+    "sd:k=8",
+    "sd:k=12",
+    "heuristic",
+    "confidence",
+    "svip",
+    "adaptive",
+    "beta-ts",
+    "lookup",
+    "pearl",
+)
 Answer = tuple[list[int], float, dict[str, float]]
 
 
 def examples(count: int) -> list[str]:
-    """The texts of about `count` prompts of examples.yaml that are not for tuning: the first `count / 4` of each category, at
-    least one."""
+    """The texts of about `count` prompts of examples.yaml that are not for tuning: the first `count
+    / 4` of each category, at least one."""
     entries = yaml.safe_load((Path(__file__).parents[2] / "examples.yaml").read_text())["prompts"]
     by_category: dict[str, list[str]] = defaultdict(list)
     for entry in entries:
         if not entry.get("tuning"):
             by_category[entry["category"]].append(entry["prompt"])
-    return [prompt for texts in by_category.values() for prompt in texts[: max(1, count // len(by_category))]]
+    return [
+        prompt
+        for texts in by_category.values()
+        for prompt in texts[: max(1, count // len(by_category))]
+    ]
 
 
-def transformers_runner(target: Any, draft: Any, tokens: int, settings: dict[str, Any]) -> Callable[[list[int]], Answer]:
-    """Returns a function that runs transformers' `generate` after token ids; with a draft, its assisted generation.
+def transformers_runner(
+    target: Any, draft: Any, tokens: int, settings: dict[str, Any]
+) -> Callable[[list[int]], Answer]:
+    """Returns a function that runs transformers' `generate` after token ids; with a draft, its
+    assisted generation.
 
-    The `settings` are written to the draft's generation config, because transformers reads them only there.
+    The `settings` are written to the draft's generation config, because transformers reads them
+    only there.
     """
     if draft is not None:
-        draft.generation_config = GenerationConfig(**{**draft.generation_config.to_diff_dict(), **settings})
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        draft.generation_config = GenerationConfig(
+            **{**draft.generation_config.to_diff_dict(), **settings}
+        )
+    config = GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
 
     def run(ids: list[int]) -> Answer:
         prompt = torch.tensor([ids])
         start = time.perf_counter()
         options = {} if draft is None else {"assistant_model": draft}
-        output = target.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **options)
+        output = target.generate(
+            prompt, attention_mask=torch.ones_like(prompt), generation_config=config, **options
+        )
         return output[0, len(ids) :].tolist(), time.perf_counter() - start, {}
 
     return run
@@ -69,14 +97,17 @@ def specgen_runner(pair: specgen.Pair, written: str, tokens: int) -> Callable[[l
     def run(ids: list[int]) -> Answer:
         pair.forget()
         start = time.perf_counter()
-        result = pair.generate(ids, name, specgen.SamplingParams(max_new_tokens=tokens, ignore_eos=True), **settings)
+        result = pair.generate(
+            ids, name, specgen.SamplingParams(max_new_tokens=tokens, ignore_eos=True), **settings
+        )
         return result.token_ids, time.perf_counter() - start, result.summary["phase_seconds"]
 
     return run
 
 
 class ForwardClock:
-    """Adds up in `seconds` the time of all forward passes that the pair's model runners make, those of early exit included."""
+    """Adds up in `seconds` the time of all forward passes that the pair's model runners make, those
+    of early exit included."""
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
@@ -100,13 +131,20 @@ class ForwardClock:
 
 def assistants(tokens: int, target: Any) -> dict[str, Callable[[list[int]], Answer]]:
     def draft() -> Any:
-        return AutoModelForCausalLM.from_pretrained(demo.folder("draft"), dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            demo.folder("draft"), dtype=torch.float32
+        ).eval()
 
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
     return {
-        "assisted K=5": transformers_runner(target, draft(), tokens, {"num_assistant_tokens": 5, **constant}),
+        "assisted K=5": transformers_runner(
+            target, draft(), tokens, {"num_assistant_tokens": 5, **constant}
+        ),
         "assisted heuristic": transformers_runner(
-            target, draft(), tokens, {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.0}
+            target,
+            draft(),
+            tokens,
+            {"num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.0},
         ),
         "assisted defaults": transformers_runner(target, draft(), tokens, {}),
     }
@@ -117,7 +155,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=0, help="torch's own choice where 0")
-    parser.add_argument("--only", default="", help="these rows alone, between commas, plain decoding aside")
+    parser.add_argument(
+        "--only", default="", help="these rows alone, between commas, plain decoding aside"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -127,7 +167,14 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(demo.folder("target"), dtype=torch.float32).eval()
     runners = {PLAIN: transformers_runner(target, None, options.tokens, {})}
     only = options.only.split(",") if options.only else []
-    ours = [*METHODS, *(name for name in only if name.partition(":")[0] in specgen.METHODS and name not in METHODS)]
+    ours = [
+        *METHODS,
+        *(
+            name
+            for name in only
+            if name.partition(":")[0] in specgen.METHODS and name not in METHODS
+        ),
+    ]
     runners |= {name: specgen_runner(pair, name, options.tokens) for name in ours}
     runners |= assistants(options.tokens, target)
     if only:
@@ -139,8 +186,8 @@ def main() -> None:
 def measure(
     pair: specgen.Pair, runners: dict[str, Callable[[list[int]], Answer]], texts: list[str]
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """Runs all methods on each text. Returns for each method, per text: its seconds, its seconds relative to plain decoding's,
-    and the share of the time outside forward passes."""
+    """Runs all methods on each text. Returns for each method, per text: its seconds, its seconds
+    relative to plain decoding's, and the share of the time outside forward passes."""
     inside = ForwardClock(pair)
     figures: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for position, text in enumerate([texts[0], *texts]):
@@ -161,12 +208,16 @@ def measure(
 
 def report(figures: dict[str, list[tuple[float, float, float]]], tokens: int) -> None:
     print(
-        f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}, {len(figures[PLAIN])} runs of {tokens} tokens"
+        f"torch {torch.__version__}, {counted(torch.get_num_threads(), 'thread')}, "
+        f"{len(figures[PLAIN])} runs of {tokens} tokens"
     )
     for name, runs in figures.items():
         seconds, speedups, outside = zip(*runs, strict=True)
         share = f"{median(outside):6.1%} outside the models" if min(outside) < 0.99 else ""
-        print(f"{name:20} {tokens / median(seconds):7.1f} tokens/s  {median(speedups):5.2f} x plain  {share}")
+        print(
+            f"{name:20} {tokens / median(seconds):7.1f} tokens/s  {median(speedups):5.2f} "
+            f"x plain  {share}"
+        )
 
 
 if __name__ == "__main__":

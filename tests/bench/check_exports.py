@@ -1,11 +1,14 @@
-"""Checks that the engines accept what `tune --export` writes (`golden/exports.json`). Run by hand, with the engines' sources:
+"""Checks that the engines accept what `tune --export` writes (`golden/exports.json`). Run by hand,
+with the engines' sources:
 
-    pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 llama-cpp-python==0.3.36
+    pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 \\
+        llama-cpp-python==0.3.36
     (unpack each into DIR/vllm, DIR/sglang, DIR/mlx_lm and DIR/llama)
     python tests/bench/check_exports.py DIR
 
-It needs a virtual environment with the packages that these sources import (no GPU, no compiled parts; for mlx-lm `mlx[cpu]`).
-TensorRT-LLM (1.3, tensorrt_llm/llmapi/llm_args.py) needs CUDA to be imported: its names were compared by reading.
+It needs a virtual environment with the packages that these sources import (no GPU, no compiled
+parts; for mlx-lm `mlx[cpu]`). TensorRT-LLM (1.3, tensorrt_llm/llmapi/llm_args.py) needs CUDA to be
+imported: its names were compared by reading.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def _mlx(folder: Path, text: str) -> str:
 def _llama_cpp(folder: Path, text: str) -> str:
     source = "".join(path.read_text() for path in sorted(folder.glob("llama/**/common/*.cpp")))
     words = shlex.split(text)
-    named = [word for word in words if word.startswith("-")] + [words[words.index("--spec-type") + 1]]
+    named = [word for word in words if word.startswith("-")] + [
+        words[words.index("--spec-type") + 1]
+    ]
     missing = [word for word in named if f'"{word}"' not in source]
     if missing or not source:
         raise ValueError(f"not in common/*.cpp: {missing}")
@@ -64,7 +69,9 @@ CHECKS = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx
 
 
 def main() -> int:
-    golden: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "exports.json").read_text())
+    golden: dict[str, Any] = json.loads(
+        (Path(__file__).parents[1] / "golden" / "exports.json").read_text()
+    )
     failures = 0
     for engine, check in CHECKS.items():
         for label, made in golden[engine].items():

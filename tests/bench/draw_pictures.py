@@ -1,4 +1,5 @@
-"""Draws the README's pictures from runs on the bundled pair: `python tests/bench/draw_pictures.py`."""
+"""Draws the README's pictures from runs on the bundled pair: `python
+tests/bench/draw_pictures.py`."""
 
 from __future__ import annotations
 
@@ -22,24 +23,32 @@ from specgen.view.trace_report import RecordedMethod
 WIDTH = 100  # columns
 FOLDER = Path(__file__).parents[2] / ".github"
 QUESTION = (
-    "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 pencils to Hugo. "
+    "Question: Ben has 24 pencils. He buys 3 boxes with 8 pencils in each and gives 7 "
+    "pencils to Hugo. "
     "How many pencils does Ben have now?"
 )
 STORY = "def read_lines(path):"
 
 
 def draw(pair: specgen.Pair, flavour: str) -> str:
-    """Decodes with the pair and returns the output of `--rounds` as an SVG picture of a terminal, in the colour scheme
-    `flavour`."""
+    """Decodes with the pair and returns the output of `--rounds` as an SVG picture of a terminal,
+    in the colour scheme `flavour`."""
     console = recorder(WIDTH, flavour)
     sampling = specgen.SamplingParams(max_new_tokens=128)
     request = pair.request(f"{QUESTION}\nAnswer:", sampling=sampling)
     pair.prepare(request)
-    rounds = RoundsView(console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids))
-    answer, view = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), StopStrings()), AnswerView(console)
+    rounds = RoundsView(
+        console, pair.tokenizer.text_of, pair.target.eos_ids, len(request.prompt_ids)
+    )
+    answer = AnswerText(pair.tokenizer.detokenizer(request.prompt_ids), StopStrings())
+    view = AnswerView(console)
     summary = Figures(request.method.name)
     pieces = []
-    console.print(Text("$ ", "quiet").append('specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"))
+    console.print(
+        Text("$ ", "quiet").append(
+            'specgen generate --rounds "Question: Ben has 24 pencils. … Answer:"', "none"
+        )
+    )
     rounds.legend()
     for round_ in pair.run(request).rounds():
         summary.add(round_)
@@ -49,17 +58,25 @@ def draw(pair: specgen.Pair, flavour: str) -> str:
     view.show(pieces + answer.finish())
     console.print("\n")
     console.print(footer(summary, (), WIDTH))
-    return console.export_svg(title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-{flavour}")
+    return console.export_svg(
+        title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-{flavour}"
+    )
 
 
 def draw_inspected(flavour: str, folder: Path) -> str:
-    """Returns an SVG picture of two recorded runs side by side, as `inspect` shows them in a terminal. Traces go to `folder`."""
+    """Returns an SVG picture of two recorded runs side by side, as `inspect` shows them in a
+    terminal. Traces go to `folder`."""
     shown = []
     for method in ("svip", "beta-ts"):
         path = folder / f"{method}.jsonl"
-        options = f"-m {method} -n 256 --temperature 0.7 --seed 1 --ignore-eos --device cpu --dtype float32 -q --trace {path}"
+        options = (
+            f"-m {method} -n 256 --temperature 0.7 --seed 1 --ignore-eos --device "
+            f"cpu --dtype float32 -q --trace {path}"
+        )
         subprocess.run(
-            [sys.executable, "-m", "specgen", "generate", STORY, *options.split()], stdout=subprocess.DEVNULL, check=True
+            [sys.executable, "-m", "specgen", "generate", STORY, *options.split()],
+            stdout=subprocess.DEVNULL,
+            check=True,
         )
         run = next(read_trace(path))
         shown.append(RecordedMethod(run.method, path.name, TraceStatistics(run.method), run))
@@ -67,7 +84,9 @@ def draw_inspected(flavour: str, folder: Path) -> str:
     console = recorder(WIDTH, flavour)
     console.print(Text("$ ", "quiet").append("specgen inspect svip.jsonl beta-ts.jsonl", "none"))
     trace_report.show(console, shown, None)
-    return console.export_svg(title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}")
+    return console.export_svg(
+        title="specgen", theme=BACKGROUNDS[flavour], unique_id=f"specgen-inspect-{flavour}"
+    )
 
 
 def main() -> None:
@@ -77,7 +96,9 @@ def main() -> None:
         for flavour in BACKGROUNDS:
             (FOLDER / f"rounds-{flavour}.svg").write_text(draw(pair, flavour), encoding="utf-8")
             with TemporaryDirectory() as folder:
-                (FOLDER / f"inspect-{flavour}.svg").write_text(draw_inspected(flavour, Path(folder)), encoding="utf-8")
+                (FOLDER / f"inspect-{flavour}.svg").write_text(
+                    draw_inspected(flavour, Path(folder)), encoding="utf-8"
+                )
 
 
 if __name__ == "__main__":

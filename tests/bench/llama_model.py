@@ -33,7 +33,8 @@ class Llama:
         self.length = 0
 
     def choices(self, tokens: Sequence[int], *, wanted: int = 1) -> list[int]:
-        """Runs the tokens after the first `length` and returns the most likely token after each of the last `wanted`."""
+        """Runs the tokens after the first `length` and returns the most likely token after each of
+        the last `wanted`."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
@@ -46,7 +47,9 @@ class Llama:
         self.length += len(tokens)
 
         first = len(tokens) - wanted
-        rows = (llama_cpp.llama_get_logits_ith(self._context, first + index) for index in range(wanted))
+        rows = (
+            llama_cpp.llama_get_logits_ith(self._context, first + index) for index in range(wanted)
+        )
         return [int(np.ctypeslib.as_array(row, (self._vocabulary,)).argmax()) for row in rows]
 
     def keep(self, length: int) -> None:

@@ -1,16 +1,20 @@
-"""Does `adaptive` reach the best length policy in hindsight? Not a test: `python tests/bench/measure_adaptive.py` prints tables.
+"""Does `adaptive` reach the best length policy in hindsight? Not a test: `python
+tests/bench/measure_adaptive.py` prints tables.
 
-Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each drafted token the draft cost and
-the verification cost. For each drafter, all fixed settings of `sd`, `confidence`, `svip` and `heuristic` are simulated after the
-target's outputs, and `adaptive` for each draft cost. The
-table has, for each cost, the speedup over plain decoding of the best fixed setting in hindsight, of svip, sd:k=5 and
-adaptive, and adaptive's speedup divided by the best one's.
+Speed is computed from counts, which do not depend on the machine: a target pass costs 1, each
+drafted token the draft cost and the verification cost. For each drafter, all fixed settings of
+`sd`, `confidence`, `svip` and `heuristic` are simulated after the target's outputs, and `adaptive`
+for each draft cost. The table has, for each cost, the speedup over plain decoding of the best fixed
+setting in hindsight, of svip, sd:k=5 and adaptive, and adaptive's speedup divided by the best
+one's.
 
-The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights, `unrelated` a model with the
-draft's shape and random weights, `exit` the bundled exit layer, `lookup` prompt lookup, whose draft cost is 0. The prompts are
-those of `examples.yaml` that `compare` takes; half 1 is for development, half 2 for final figures. Plain decoding (`ar`) is one
-of the fixed settings. When sampling, one run of each prompt is not enough (a ratio then varies by 0.015): give `--seeds`. With
-`--real` the best setting, svip, sd:k=5 and adaptive are really run too, and their rounds counted.
+The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights,
+`unrelated` a model with the draft's shape and random weights, `exit` the bundled exit layer,
+`lookup` prompt lookup, whose draft cost is 0. The prompts are those of `examples.yaml` that
+`compare` takes; half 1 is for development, half 2 for final figures. Plain decoding (`ar`) is one
+of the fixed settings. When sampling, one run of each prompt is not enough (a ratio then varies by
+0.015): give `--seeds`. With `--real` the best setting, svip, sd:k=5 and adaptive are really run
+too, and their rounds counted.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ Given = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in units of a target pass over one token: of drafting a token, and of verifying a further token in a target pass."""
+    """Costs in units of a target pass over one token: of drafting a token, and of verifying a
+    further token in a target pass."""
 
     draft: float
     verify: float
@@ -61,15 +66,22 @@ class Costs:
         return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
 
     def as_table(self) -> RoundCosts:
-        drafting, verification = Curve({0: 0.0, 1: self.draft}), Curve({1: 1.0, 2: 1.0 + self.verify})
+        drafting = Curve({0: 0.0, 1: self.draft})
+        verification = Curve({1: 1.0, 2: 1.0 + self.verify})
         return RoundCosts(CostTable({1: drafting}), CostTable({1: verification}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafters", nargs="*", default=["model"], help=f"{', '.join(METHODS)}; default: model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "drafters", nargs="*", default=["model"], help=f"{', '.join(METHODS)}; default: model"
+    )
     parser.add_argument("--half", choices=("1", "2", "all"), default="1")
-    parser.add_argument("--tuning", action="store_true", help="the prompts that tune takes, in place of compare's")
+    parser.add_argument(
+        "--tuning", action="store_true", help="the prompts that tune takes, in place of compare's"
+    )
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of examples.yaml")
     parser.add_argument("--limit", type=int, help="only so many prompts of the half")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -77,9 +89,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each prompt, when sampling")
     parser.add_argument("--draft-costs", default=COSTS, help="between commas")
     parser.add_argument("--verify-cost", type=float, default=0.02)
-    parser.add_argument("--noise", type=float, default=NOISE, help="of `near`, in units of each matrix's deviation")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"other settings of {POLICY}")
-    parser.add_argument("--real", action="store_true", help="run the decoder too, to check the simulation")
+    parser.add_argument(
+        "--noise", type=float, default=NOISE, help="of `near`, in units of each matrix's deviation"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help=f"other settings of {POLICY}"
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="run the decoder too, to check the simulation"
+    )
     options = parser.parse_args()
     if unknown := sorted(set(options.drafters) - set(METHODS)):
         parser.exit(2, f"error: there is no drafter {unknown[0]!r}: take {', '.join(METHODS)}\n")
@@ -94,17 +112,26 @@ def main() -> None:
 
 
 class Measurement:
-    """Compares the length policies on one drafter and some prompts. `folder` is for models that have to be made."""
+    """Compares the length policies on one drafter and some prompts. `folder` is for models that
+    have to be made."""
 
-    def __init__(self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path) -> None:
-        self._drafter, self._prompts, self._folder, self._noise = drafter, prompts, folder, options.noise
+    def __init__(
+        self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path
+    ) -> None:
+        self._drafter = drafter
+        self._prompts = prompts
+        self._folder = folder
+        self._noise = options.noise
         self._method = METHODS[drafter]
         costs = [0.0] if drafter == "lookup" else map(float, options.draft_costs.split(","))
         self._costs = [Costs(cost, options.verify_cost) for cost in costs]
         params = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature)
         seeds = range(1 if params.greedy else options.seeds)
-        self._samplings = [replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts]
-        self._is_real, self._given = options.real, dict(setting.split("=", 1) for setting in options.set)
+        self._samplings = [
+            replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts
+        ]
+        self._is_real = options.real
+        self._given = dict(setting.split("=", 1) for setting in options.set)
 
     def show(self) -> None:
         """Simulates and prints one table."""
@@ -113,27 +140,51 @@ class Measurement:
 
     def _show(self, simulator: Simulator) -> None:
         runs = len(self._samplings)
-        fixed = {name: self._simulate(simulator, given, self._costs[0]) for name, given in self._fixed()}
+        fixed = {
+            name: self._simulate(simulator, given, self._costs[0]) for name, given in self._fixed()
+        }
         sampling = self._samplings[0]
         amount = f"{len(self._prompts)} prompts, {runs} runs, {fixed['sd:k=5'].new_tokens} tokens"
-        print(f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, verification cost {self._costs[0].verify:g}")
-        print(f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} {POLICY:>9} {'ratio':>6} {'drafted':>8}")
+        print(
+            f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, "
+            f"verification cost {self._costs[0].verify:g}"
+        )
+        print(
+            f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} "
+            f"{POLICY:>9} {'ratio':>6} {'drafted':>8}"
+        )
         for costs in self._costs:
-            speedups = {name: costs.speedup(summary, runs) for name, summary in fixed.items()} | {PLAIN: 1.0}
+            speedups = {name: costs.speedup(summary, runs) for name, summary in fixed.items()} | {
+                PLAIN: 1.0
+            }
             best = max(speedups, key=lambda name: speedups[name])
-            given = {"policy": POLICY, "draft_cost": costs.draft, "verify_cost": costs.verify, **self._given}
+            given = {
+                "policy": POLICY,
+                "draft_cost": costs.draft,
+                "verify_cost": costs.verify,
+                **self._given,
+            }
             found = self._simulate(simulator, given, costs)
             own = costs.speedup(found, runs)
             svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
-            row = f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} {speedups['sd:k=5']:7.3f} {own:9.3f}"
-            print(f"{row} {own / speedups[best]:6.3f} {found.drafted / max(found.rounds, 1):8.2f}", flush=True)
+            row = (
+                f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} "
+                f"{speedups['sd:k=5']:7.3f} {own:9.3f}"
+            )
+            print(
+                f"{row} {own / speedups[best]:6.3f} {found.drafted / max(found.rounds, 1):8.2f}",
+                flush=True,
+            )
             if self._is_real:
                 compared = dict(self._fixed())
-                compared = {name: compared[name] for name in (best, "svip", "sd:k=5") if name in compared} | {POLICY: given}
+                compared = {
+                    name: compared[name] for name in (best, "svip", "sd:k=5") if name in compared
+                } | {POLICY: given}
                 self._show_real(compared, costs, {**speedups, POLICY: own})
 
     def _fixed(self) -> Iterator[tuple[str, Given]]:
-        """The fixed settings with their names: the grids that `tune` searches, without limits on a draft's length."""
+        """The fixed settings with their names: the grids that `tune` searches, without limits on a
+        draft's length."""
         yield from ((f"sd:k={k}", {"k": k}) for k in range(1, 17))
         yield "heuristic", {"policy": "heuristic"}
         if self._drafter == "lookup":
@@ -141,10 +192,14 @@ class Measurement:
         yield "svip", {"policy": "svip"}
         for policy in ("confidence", "svip"):
             tuned = POLICIES[policy].settings["threshold"].tuned
-            yield from ((f"{policy}:threshold={value}", {"policy": policy, "threshold": value}) for value in tuned)
+            yield from (
+                (f"{policy}:threshold={value}", {"policy": policy, "threshold": value})
+                for value in tuned
+            )
 
     def _simulated(self, pair: Pair) -> Simulator:
-        """Returns a simulator of the pair's runs, with the target's output in each run as its references."""
+        """Returns a simulator of the pair's runs, with the target's output in each run as its
+        references."""
         references = []
         for number, sampling in enumerate(self._samplings):
             ids = pair.tokenizer.encode(self._prompts[number % len(self._prompts)].text)
@@ -156,9 +211,11 @@ class Measurement:
         simulator.costs = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
         return simulator.run(method.name, given)
 
-    def _show_real(self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]) -> None:
-        """Runs the real decoder with each of the settings in `compared`. Prints the speedup computed from the counts of its
-        rounds, beside the `simulated` one."""
+    def _show_real(
+        self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]
+    ) -> None:
+        """Runs the real decoder with each of the settings in `compared`. Prints the speedup
+        computed from the counts of its rounds, beside the `simulated` one."""
         for name, given in compared.items():
             summary = Figures(name)
             with self._open() as pair:  # a new one, so that nothing was learned yet
@@ -168,17 +225,23 @@ class Measurement:
                         summary.add(round_)
             real = costs.speedup(summary, len(self._samplings))
             print(
-                f"{'':10} really {name}: {real:.3f}, simulated {simulated[name]:.3f} ({real / simulated[name]:.3f})", flush=True
+                (
+                    f"{'':10} really {name}: {real:.3f}, simulated {simulated[name]:.3f} "
+                    f"({real / simulated[name]:.3f})"
+                ),
+                flush=True,
             )
 
     def _open(self) -> Pair:
-        """Loads the bundled target with the drafter. `near` and `unrelated` are written to the folder once."""
+        """Loads the bundled target with the drafter. `near` and `unrelated` are written to the
+        folder once."""
         if self._drafter not in ("near", "unrelated"):
             return specgen.load(device="cpu", dtype="float32")
         changed = self._folder / self._drafter
         with specgen.load(device="cpu", dtype="float32") as pair:
             assert pair.draft is not None
-            target, draft = Path(pair.target.folder), Path(pair.draft.folder)
+            target = Path(pair.target.folder)
+            draft = Path(pair.draft.folder)
         if not changed.exists():
             if self._drafter == "near":
                 _write_noisy(target, changed, keep=1.0, noise=self._noise)
@@ -188,7 +251,8 @@ class Measurement:
 
 
 def _write_noisy(model: Path, copy: Path, *, keep: float, noise: float) -> None:
-    """Writes a copy of a model in which each weight matrix is `keep` times itself plus normal noise.
+    """Writes a copy of a model in which each weight matrix is `keep` times itself plus normal
+    noise.
 
     The noise's standard deviation is `noise` times the matrix's own.
     """

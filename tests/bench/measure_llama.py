@@ -1,12 +1,16 @@
-"""Is specgen faster than llama.cpp on this processor? Prints tokens/s of both; needs `llama-cpp-python` and `gguf`.
+"""Is specgen faster than llama.cpp on this processor? Prints tokens/s of both; needs
+`llama-cpp-python` and `gguf`.
 
     pip install -e ".[bench]"        # builds llama.cpp from source, about ten minutes
-    python tests/bench/measure_llama.py [--layers 24 --width 896 --inner 4864 --heads 14] [--threads 1]
+    python tests/bench/measure_llama.py [--layers 24 --width 896 --inner 4864 --heads 14]
+        [--threads 1]
 
-A random Qwen2 target and a draft model of a tenth of its size are written as bfloat16 safetensors and as GGUF, with
-the same weights. The draft is a part of the target: its first two layers, heads and columns; whatever else the target computes is
-scaled by `--rest`, which sets the acceptance rate. The programs take turns; figures are medians. Both decode greedily, and
-llama.cpp's speculative decoding (draft K tokens, verify them in one batch) is driven here, by its C functions, with the best K.
+A random Qwen2 target and a draft model of a tenth of its size are written as bfloat16 safetensors
+and as GGUF, with the same weights. The draft is a part of the target: its first two layers, heads
+and columns; whatever else the target computes is scaled by `--rest`, which sets the acceptance
+rate. The programs take turns; figures are medians. Both decode greedily, and llama.cpp's
+speculative decoding (draft K tokens, verify them in one batch) is driven here, by its C functions,
+with the best K.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from specgen import demo
 VOCABULARY = 151_936
 STRONGER = 4.0  # weights of layers than transformers makes them, for texts without repetitions
 CERTAIN = 30.0  # times larger logits, for probabilities like those of a trained model
-KINDS, LENGTHS = ("Q8_0", "Q4_0", "BF16"), (2, 4, 6, 8, 12)
+KINDS = ("Q8_0", "Q4_0", "BF16")
+LENGTHS = (2, 4, 6, 8, 12)
 PROMPTS = [list(range(first, first + 20)) for first in (100, 1000, 10_000, 50_000)]
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -65,8 +70,10 @@ def model(layers: int, width: int, inner: int, heads: int, kv_heads: int) -> Any
 
 @torch.no_grad()
 def make_pair(target: Any, draft: Any, rest: float) -> None:
-    """Scales what only the target has by `rest`, and copies the draft's weights into the target's first rows and columns."""
-    width, size = draft.config.hidden_size, target.config.hidden_size
+    """Scales what only the target has by `rest`, and copies the draft's weights into the target's
+    first rows and columns."""
+    width = draft.config.hidden_size
+    size = target.config.hidden_size
     own = dict(draft.named_parameters())
     for name, weight in own.items():
         if "_proj.weight" in name:
@@ -75,7 +82,8 @@ def make_pair(target: Any, draft: Any, rest: float) -> None:
         each.model.norm.weight.mul_(CERTAIN)
     for name, weight in target.named_parameters():
         if "norm" in name:
-            weight[:width] *= (width / size) ** 0.5  # the mean square is over more numbers, most of them small
+            # the mean square is over more numbers, most of them small
+            weight[:width] *= (width / size) ** 0.5
             continue
         if name.endswith("embed_tokens.weight") or ".o_proj." in name or ".down_proj." in name:
             weight.mul_(rest)  # what writes to the residual stream
@@ -94,7 +102,8 @@ def save(module: Any, folder: Path) -> Path:
 
 
 def write_gguf(module: Any, file: Path, kind: gguf.GGMLQuantizationType) -> None:
-    config, writer = module.config, gguf.GGUFWriter(file, "qwen2")
+    config = module.config
+    writer = gguf.GGUFWriter(file, "qwen2")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -123,13 +132,17 @@ def write_gguf(module: Any, file: Path, kind: gguf.GGMLQuantizationType) -> None
     writer.close()
 
 
-def llama_speculative(target: Llama, draft: Llama, k: int, prompt: Sequence[int], *, count: int) -> float:
-    """Returns the tokens/s of drafts of `k` tokens, each verified in one pass, after the prompt's passes."""
+def llama_speculative(
+    target: Llama, draft: Llama, k: int, prompt: Sequence[int], *, count: int
+) -> float:
+    """Returns the tokens/s of drafts of `k` tokens, each verified in one pass, after the prompt's
+    passes."""
     target.keep(0)
     draft.keep(0)
     output = [*prompt, target.choices(prompt)[0]]
     draft.choices(prompt)
-    begin, first = time.perf_counter(), len(output)
+    begin = time.perf_counter()
+    first = len(output)
     while len(output) - first < count:
         drafted: list[int] = []
         for _ in range(k):
@@ -142,22 +155,33 @@ def llama_speculative(target: Llama, draft: Llama, k: int, prompt: Sequence[int]
     return (len(output) - first) / (time.perf_counter() - begin)
 
 
-def specgen_speed(pair: Any, method: str, prompt: Sequence[int], count: int) -> tuple[float, float | None]:
+def specgen_speed(
+    pair: Any, method: str, prompt: Sequence[int], count: int
+) -> tuple[float, float | None]:
     """Returns the tokens/s after the prompt's pass, and the acceptance rate."""
-    result = pair.generate(list(prompt), method=method, sampling=specgen.SamplingParams(max_new_tokens=count, ignore_eos=True))
+    result = pair.generate(
+        list(prompt),
+        method=method,
+        sampling=specgen.SamplingParams(max_new_tokens=count, ignore_eos=True),
+    )
     found = result.summary
-    return (found["new_tokens"] - 1) / (found["seconds"] - found["phase_seconds"]["prefill"]), found["acceptance_rate"]
+    return (found["new_tokens"] - 1) / (
+        found["seconds"] - found["phase_seconds"]["prefill"]
+    ), found["acceptance_rate"]
 
 
 def transformers_speed(module: Any, prompt: Sequence[int], *, count: int) -> float:
     ids = torch.tensor([list(prompt)])
     begin = time.perf_counter()
-    module.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    module.generate(
+        ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+    )
     return count / (time.perf_counter() - begin)
 
 
 def make_files(folder: Path, options: argparse.Namespace) -> None:
-    """Writes the target and the draft model, each as safetensors and as GGUF, unless the folder has them."""
+    """Writes the target and the draft model, each as safetensors and as GGUF, unless the folder has
+    them."""
     if (folder / "draft").exists():
         return
     torch.manual_seed(0)
@@ -171,7 +195,9 @@ def make_files(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {
         "layers": 24,
         "width": 896,
@@ -193,12 +219,15 @@ def main() -> None:
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     make_files(folder, options)
-    plain = {kind: Llama(folder / f"target-{kind}.gguf", options.threads, VOCABULARY) for kind in KINDS}
+    plain = {
+        kind: Llama(folder / f"target-{kind}.gguf", options.threads, VOCABULARY) for kind in KINDS
+    }
     small = Llama(folder / "draft-Q8_0.gguf", options.threads, VOCABULARY)
     named = {"target": str(folder / "target"), "draft": str(folder / "draft"), "device": "cpu"}
     pair = specgen.load(**named, dtype="int8", draft_dtype="int8")
     reference = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16)
-    count, rates = options.tokens, []
+    count = options.tokens
+    rates = []
 
     def adaptive(prompt: Sequence[int]) -> float:
         speed, rate = specgen_speed(pair, "adaptive", prompt, count)
@@ -207,7 +236,12 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
 
     ways: dict[str, Callable[[Sequence[int]], float]] = {
         **{f"llama.cpp {kind}": partial(llama_plain, plain[kind], count=count) for kind in KINDS},
-        **{f"llama.cpp Q8_0, draft of {k}": partial(llama_speculative, plain["Q8_0"], small, k, count=count) for k in LENGTHS},
+        **{
+            f"llama.cpp Q8_0, draft of {k}": partial(
+                llama_speculative, plain["Q8_0"], small, k, count=count
+            )
+            for k in LENGTHS
+        },
         "specgen int8, plain": lambda prompt: specgen_speed(pair, "ar", prompt, count)[0],
         "specgen int8, adaptive": adaptive,
         "transformers bfloat16": partial(transformers_speed, reference, count=8),

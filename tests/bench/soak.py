@@ -1,6 +1,8 @@
-"""Runs many prompts through one pair with every lossless method in turn, some of them interrupted, and counts what is left.
+"""Runs many prompts through one pair with every lossless method in turn, some of them interrupted,
+and counts what is left.
 
-python tests/bench/soak.py --runs 1000 --tokens 24     (the bundled pair; exit code 1 if outputs differ or something is left)
+python tests/bench/soak.py --runs 1000 --tokens 24     (the bundled pair; exit code 1 if outputs
+differ or something is left)
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ import specgen
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
-SETTINGS: dict[str, dict[str, object]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}  # else the time of a pass decides
+# else the time of a pass decides
+SETTINGS: dict[str, dict[str, object]] = {"pearl": {"window": 3}, "selfsd": {"skip": "1"}}
 EVERY = 10  # a run of so many is interrupted
 WARM = 50  # runs after which memory has to be flat
 KINDS = ("ctrl-c", "closed", "dropped")
 
 
 class Run(NamedTuple):
-    """One run: how it decodes, and the kind of its interruption (None: there is none) `after` so many rounds or function
-    calls."""
+    """One run: how it decodes, and the kind of its interruption (None: there is none) `after` so
+    many rounds or function calls."""
 
     method: str
     prompt: str
@@ -41,15 +44,21 @@ class Run(NamedTuple):
 
 
 def counts() -> dict[str, int]:
-    """The numbers of threads, child processes, open files, shared mappings, objects and MiB that this process has now."""
+    """The numbers of threads, child processes, open files, shared mappings, objects and MiB that
+    this process has now."""
     for _ in range(3):
         gc.collect()
     own = Path("/proc/self")
     return {
         "threads": threading.active_count(),
-        "children": sum(len((task / "children").read_text().split()) for task in (own / "task").iterdir()),
+        "children": sum(
+            len((task / "children").read_text().split()) for task in (own / "task").iterdir()
+        ),
         "descriptors": len(os.listdir(own / "fd")),
-        "shared mappings": sum("memfd:" in line or "/dev/shm/" in line for line in (own / "maps").read_text().splitlines()),
+        "shared mappings": sum(
+            "memfd:" in line or "/dev/shm/" in line
+            for line in (own / "maps").read_text().splitlines()
+        ),
         "objects": len(gc.get_objects()),
         "resident MiB": int((own / "statm").read_text().split()[1]) * resource.getpagesize() >> 20,
     }
@@ -57,14 +66,17 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def keyboard_interrupt(calls: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt at the `calls`-th call of a function of specgen's in the block: in the middle of a round."""
+    """Raises KeyboardInterrupt at the `calls`-th call of a function of specgen's in the block: in
+    the middle of a round."""
     left = calls
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal left
         if event == "call" and str(frame.f_globals.get("__name__", "")).startswith("specgen."):
             left -= 1
-            if left <= 0 and not any(name in ("__del__", "close", "__exit__") for name in names_around(frame)):
+            if left <= 0 and not any(
+                name in ("__del__", "close", "__exit__") for name in names_around(frame)
+            ):
                 sys.setprofile(None)  # in a destructor, Python only prints it
                 raise KeyboardInterrupt
 
@@ -82,12 +94,16 @@ def names_around(frame: FrameType | None) -> Iterator[str]:
 
 
 def schedule(count: int, prompts: list[str], tokens: int, seed: int) -> list[Run]:
-    """Every lossless method in turn, greedy and sampled, every tenth run interrupted in one of three ways."""
-    rng, methods = Random(seed), [name for name, method in METHODS.items() if method.lossless]
+    """Every lossless method in turn, greedy and sampled, every tenth run interrupted in one of
+    three ways."""
+    rng = Random(seed)
+    methods = [name for name, method in METHODS.items() if method.lossless]
     runs = []
     for index in range(count):
         sampled = float(index // len(methods) % 2)
-        sampling = specgen.SamplingParams(tokens, temperature=sampled, seed=index % 7, ignore_eos=index % 3 == 0)
+        sampling = specgen.SamplingParams(
+            tokens, temperature=sampled, seed=index % 7, ignore_eos=index % 3 == 0
+        )
         kind = KINDS[index // EVERY % len(KINDS)] if index % EVERY == EVERY - 1 else None
         after = rng.randrange(1, 40 * tokens) if kind == "ctrl-c" else rng.randrange(4)
         runs.append(Run(methods[index % len(methods)], rng.choice(prompts), sampling, kind, after))
@@ -95,7 +111,8 @@ def schedule(count: int, prompts: list[str], tokens: int, seed: int) -> list[Run
 
 
 def decode(pair: Pair, run: Run) -> str | None:
-    """Makes a run and returns its token ids as text, because lists would be counted as objects. None if it was interrupted."""
+    """Makes a run and returns its token ids as text, because lists would be counted as objects.
+    None if it was interrupted."""
     settings = SETTINGS.get(run.method, {})
     if run.interruption in ("closed", "dropped"):
         rounds = pair.rounds(run.prompt, run.method, run.sampling, **settings)
@@ -118,8 +135,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    runs = schedule(options.runs, [prompt.text for prompt in load_prompts(None)], options.tokens, options.seed)
-    held, made = {"start": counts()}, []
+    runs = schedule(
+        options.runs, [prompt.text for prompt in load_prompts(None)], options.tokens, options.seed
+    )
+    held = {"start": counts()}
+    made = []
     with specgen.load(device="cpu", dtype="float32") as pair:
         for index, run in enumerate(runs, start=1):
             made.append(decode(pair, run))
@@ -134,10 +154,17 @@ def main() -> int:
             if output is not None and decode(fresh, run._replace(interruption=None)) != output:
                 wrong += 1
                 print("differs:", run)
-    print(f"{len(runs)} runs, {made.count(None)} interrupted, {wrong} outputs differ from a fresh pair's")
+    print(
+        f"{len(runs)} runs, {made.count(None)} interrupted, {wrong} outputs differ from a "
+        "fresh pair's"
+    )
     for name, found in held.items():
         print(f"{name:16}", *(f"{key} {value}" for key, value in found.items()))
-    left = [name for name in ("children", "descriptors", "shared mappings") if held["closed"][name] > held["start"][name]]
+    left = [
+        name
+        for name in ("children", "descriptors", "shared mappings")
+        if held["closed"][name] > held["start"][name]
+    ]
     print("left when closed:", *(left or ["nothing"]))
     return 1 if wrong or left else 0
 

@@ -1,12 +1,14 @@
-r"""How the bundled pair was made: trains a tokenizer, a small Llama as target and another as draft on the bundled text.
+r"""How the bundled pair was made: trains a tokenizer, a small Llama as target and another as draft
+on the bundled text.
 
     python tests/recipe/train_pair.py tokenizer OUT
     python tests/recipe/train_pair.py target OUT          # 90 minutes on two CPU cores
     python tests/recipe/train_pair.py draft OUT           # 5 minutes
 
-The bundled models saw the same kind of text without end; this program repeats the bundled text. The exit layer and the heads were
-trained by the commands in `exit.yaml` and `head.yaml`. The exit layer's predictor was trained again, on text that is new to the
-exit layer: with `specgen tune --train --exit-layer specgen/demo/exit --prompts FILE --seed 1 --device cpu --dtype float32`.
+The bundled models saw the same kind of text without end; this program repeats the bundled text. The
+exit layer and the heads were trained by the commands in `exit.yaml` and `head.yaml`. The exit
+layer's predictor was trained again, on text that is new to the exit layer: with `specgen tune
+--train --exit-layer specgen/demo/exit --prompts FILE --seed 1 --device cpu --dtype float32`.
 """
 
 from __future__ import annotations
@@ -28,16 +30,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specgen import demo
 
 CONTEXT_LENGTH = 1024
-POOL_SIZE = 64  # documents to choose from: almost always one of them fits into what is left of a sequence
+# documents to choose from: almost always one of them fits into what is left of a sequence
+POOL_SIZE = 64
 WARM_UP_STEPS = 100
 DECAY_SHARE = 0.25  # of the budget
-LONG_BATCH_EVERY = 4  # steps of the decay: these have sequences of the whole context, so that the model learns all positions
+# steps of the decay: these have sequences of the whole context, so that the model learns all
+# positions
+LONG_BATCH_EVERY = 4
 SPECIAL = PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 
 # The form of the text: "User: ...\nAssistant: ...\nUser: ..."
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
-    "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[m['role']] + m['content'] }}{% endfor %}"
+    "{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[m['role']] + "
+    "m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '\\nAssistant:' }}{% endif %}"
 )
 
@@ -63,10 +69,13 @@ BUNDLED = {
 
 
 def train_tokenizer(out: Path, vocabulary_size: int = 4096, characters: int = 3_000_000) -> None:
-    """Trains byte-level BPE on about `characters` of the text and saves it to `out`/target and `out`/draft."""
+    """Trains byte-level BPE on about `characters` of the text and saves it to `out`/target and
+    `out`/draft."""
     bpe = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)  # the model learns sums digit by digit
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
@@ -76,9 +85,13 @@ def train_tokenizer(out: Path, vocabulary_size: int = 4096, characters: int = 3_
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     bpe.train_from_iterator(demo_text(characters), trainer=trainer)
-    add_bos = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
+    add_bos = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))]
+    )
     bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), add_bos])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, pad_token=PAD
+    )
     tokenizer.model_max_length = CONTEXT_LENGTH
     tokenizer.chat_template = CHAT_TEMPLATE
     for role in demo.ROLES:
@@ -95,12 +108,14 @@ def demo_text(characters: int) -> Iterator[str]:
 
 
 def sequences(tokenizer: Any, seed: int) -> Iterator[tuple[int, list[int]]]:
-    """A generator that is sent lengths and yields as many tokens, packed from whole documents between `<s>` and `</s>`.
+    """A generator that is sent lengths and yields as many tokens, packed from whole documents
+    between `<s>` and `</s>`.
 
-    A sequence starts with the oldest document of a pool, then takes the longest one that fits, again and again. Only its last
-    document is cut.
+    A sequence starts with the oldest document of a pool, then takes the longest one that fits,
+    again and again. Only its last document is cut.
     """
-    texts, order = demo.documents(), Random(seed)
+    texts = demo.documents()
+    order = Random(seed)
     pool: list[list[int]] = []
     waiting: list[str] = []
 
@@ -119,15 +134,21 @@ def sequences(tokenizer: Any, seed: int) -> Iterator[tuple[int, list[int]]]:
     while True:
         sequence = take(0)[:length]
         while len(sequence) < length:
-            fitting = [index for index, tokens in enumerate(pool) if len(tokens) <= length - len(sequence)]
-            sequence += take(max(fitting, key=lambda index: len(pool[index]), default=0))[: length - len(sequence)]
+            fitting = [
+                index for index, tokens in enumerate(pool) if len(tokens) <= length - len(sequence)
+            ]
+            sequence += take(max(fitting, key=lambda index: len(pool[index]), default=0))[
+                : length - len(sequence)
+            ]
         length = yield length, sequence
 
 
 def optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embeddings and (without weight decay) the norms.
+    """Muon for the matrices of the layers, AdamW for the embeddings and (without weight decay) the
+    norms.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982): one learning rate for both.
+    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv
+    2502.16982): one learning rate for both.
     """
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
@@ -136,11 +157,17 @@ def optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
         {"params": norms, "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
-    return [torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"), adamw]
+    return [
+        torch.optim.Muon(
+            matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        adamw,
+    ]
 
 
 def learning_rate_factor(step: int, spent: float) -> float:
-    """Warmup-stable-decay schedule (Hu et al. 2024, arXiv 2404.06395), from 0 to 1; `spent` is the spent share of the budget."""
+    """Warmup-stable-decay schedule (Hu et al. 2024, arXiv 2404.06395), from 0 to 1; `spent` is the
+    spent share of the budget."""
     return min(1.0, (step + 1) / WARM_UP_STEPS, max(0.0, (1 - spent) / DECAY_SHARE))
 
 
@@ -161,21 +188,31 @@ def model_config(recipe: Recipe, tokenizer: Any) -> LlamaConfig:
 
 
 def train(recipe: Recipe, folder: Path, seed: int = 0) -> float:
-    """Trains a model with the tokenizer in `folder` and saves it there, in bfloat16. Returns the last loss, in nats per token."""
+    """Trains a model with the tokenizer in `folder` and saves it there, in bfloat16. Returns the
+    last loss, in nats per token."""
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = LlamaForCausalLM(model_config(recipe, tokenizer)).train()
     chosen = optimizers(model, recipe.learning_rate)
     stream = sequences(tokenizer, seed)
     next(stream)
-    start, step, spent, loss = time.monotonic(), 0, 0.0, torch.zeros(())
+    start = time.monotonic()
+    step = 0
+    spent = 0.0
+    loss = torch.zeros(())
     while spent < 1:
         for optimizer in chosen:
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * learning_rate_factor(step, spent)
-        count, length = recipe.batch_size, recipe.length
-        if spent >= 1 - DECAY_SHARE and step % LONG_BATCH_EVERY == 0 and count * length >= CONTEXT_LENGTH:
-            count, length = count * length // CONTEXT_LENGTH, CONTEXT_LENGTH
+        count = recipe.batch_size
+        length = recipe.length
+        if (
+            spent >= 1 - DECAY_SHARE
+            and step % LONG_BATCH_EVERY == 0
+            and count * length >= CONTEXT_LENGTH
+        ):
+            count = count * length // CONTEXT_LENGTH
+            length = CONTEXT_LENGTH
         batch = torch.tensor([stream.send(length + 1)[1] for _ in range(count)])  # type: ignore[attr-defined]
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -185,15 +222,25 @@ def train(recipe: Recipe, folder: Path, seed: int = 0) -> float:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step += 1
-        spent = step / recipe.steps if recipe.steps else (time.monotonic() - start) / (60 * recipe.minutes)
+        spent = (
+            step / recipe.steps
+            if recipe.steps
+            else (time.monotonic() - start) / (60 * recipe.minutes)
+        )
         if step % 50 == 0:
-            print(f"step {step}  {min(spent, 1):.0%} of the budget  loss {loss.item():.3f}", file=sys.stderr, flush=True)
+            print(
+                f"step {step}  {min(spent, 1):.0%} of the budget  loss {loss.item():.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     model.to(torch.bfloat16).save_pretrained(folder)
     return loss.item()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["tokenizer", *demo.ROLES])
     parser.add_argument("out", type=Path, help="folder of the pair; target/ and draft/ are in it")
     options = parser.parse_args()

@@ -121,7 +121,9 @@ _QWEN3_NEXT_NAMES = {
     "attn_gate": "linear_attn.in_proj_qkvz",
     "ssm_ba": "linear_attn.in_proj_ba",
 }
-_SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
+# values of expert_gating_func
+_SOFTMAX = 1
+_SIGMOID = 2
 
 
 def _plain(reading: Reading) -> Config:
@@ -276,7 +278,8 @@ def _query_scalar(reading: Reading, layers_of_27b: int) -> int:
 
 
 def _gemma3(reading: Reading) -> Config:
-    metadata, layers = reading.metadata, reading.layers
+    metadata = reading.metadata
+    layers = reading.layers
     window = metadata.integer("{arch}.attention.sliding_window", 0)
     theta = metadata.number("{arch}.rope.freq_base", 1_000_000.0)
     local_theta = metadata.number("{arch}.rope.freq_base_swa", 10_000.0)

@@ -1,5 +1,5 @@
-"""Turns the metadata of a GGUF file into what a config.json of the same model says, for the architectures that are read without
-transformers."""
+"""Turns the metadata of a GGUF file into what a config.json of the same model says, for the
+architectures that are read without transformers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,31 @@ from specgen.engine.gguf.file import GgufFile
 from specgen.engine.gguf.metadata import Metadata
 from specgen.engine.gguf.reading import Config, Reading, rope
 
-EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
 _MOST_LAYERS = 4096
-# Texts of tokens that end an answer in models whose metadata may name only one of several such tokens.
+# Texts of tokens that end an answer in models whose metadata may name only one of several such
+# tokens.
 _END_TEXTS = """
-    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <|end_of_text|> <EOT> [EOT]
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|>
+    <|end_of_text|> <EOT> [EOT]
     <｜end▁of▁sentence｜> <end_of_utterance>
     """
 _ENDS = frozenset(_END_TEXTS.split())
-_HARMONY = frozenset({"<|return|>", "<|call|>"})  # in a vocabulary with these, <|end|> ends a message and not an answer
-# Metadata that is not read because it does not change what the model computes. What belongs to YaRN and to sliding windows is
-# read where there is one.
+# in a vocabulary with these, <|end|> ends a message and not an answer
+_HARMONY = frozenset({"<|return|>", "<|call|>"})
+# Metadata that is not read because it does not change what the model computes. What belongs to YaRN
+# and to sliding windows is read where there is one.
 _DESCRIPTION_KEYS = """
-    vocab_size pooling_type tensor_data_layout attention.layer_norm_epsilon attention.sliding_window_pattern
-    rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    vocab_size pooling_type tensor_data_layout attention.layer_norm_epsilon
+    attention.sliding_window_pattern
+    rope.scaling.finetuned rope.scaling.original_context_length rope.scaling.yarn_beta_fast
+    rope.scaling.yarn_beta_slow
     """
 _DESCRIPTIONS = frozenset(_DESCRIPTION_KEYS.split())
-_HEAD_SIZES = frozenset({"attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"})
+_HEAD_SIZES = frozenset(
+    {"attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"}
+)
 # Values with which a setting that is not read changes nothing.
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "attention.causal": (True,),
@@ -66,10 +74,12 @@ _CONTROL = 3  # the type of special tokens
 
 
 def gguf_config(opened: GgufFile, name: str) -> Config:
-    """Returns the model's configuration with the fields of a config.json; messages call the model `name`.
+    """Returns the model's configuration with the fields of a config.json; messages call the model
+    `name`.
 
-    Of an architecture that is not in `ARCHITECTURES`, only `model_type` and the ids of special tokens. Raises SpecgenError for
-    metadata that is missing or of a wrong type, and for values of the architecture that are unknown and may change the output.
+    Of an architecture that is not in `ARCHITECTURES`, only `model_type` and the ids of special
+    tokens. Raises SpecgenError for metadata that is missing or of a wrong type, and for values of
+    the architecture that are unknown and may change the output.
     """
     metadata = Metadata(opened.metadata, name)
     architecture = ARCHITECTURES.get(metadata.architecture)
@@ -99,7 +109,9 @@ def _common(opened: GgufFile, metadata: Metadata) -> Config:
     if size < 1:
         raise metadata.refuse(f"has heads of {size:,} numbers by its metadata")
     if metadata.integer("{arch}.attention.value_length", size) != size:
-        raise metadata.refuse("has heads of different sizes for keys and values, which is not supported")
+        raise metadata.refuse(
+            "has heads of different sizes for keys and values, which is not supported"
+        )
     inner = None  # of dense MLPs, which some mixtures do not have
     if "{arch}.expert_feed_forward_length" in metadata:
         inner = metadata.integer("{arch}.expert_feed_forward_length")
@@ -119,13 +131,15 @@ def _common(opened: GgufFile, metadata: Metadata) -> Config:
 
 
 def _is_harmless(common: Config, has_experts: bool, field: str, value: Any) -> bool:
-    """Whether a value that was not read does not change the output of a model with the fields `common`."""
+    """Whether a value that was not read does not change the output of a model with the fields
+    `common`."""
     head_size = common["head_dim"]
     if field in _DESCRIPTIONS or (field.startswith("expert_") and not has_experts):
         return True
     if field in _HEAD_SIZES:
         return bool(value == head_size)
-    if field == "rope.scaling.type":  # not read where each frequency has a factor; rope.scaling.factor has to be neutral
+    # not read where each frequency has a factor; rope.scaling.factor has to be neutral
+    if field == "rope.scaling.type":
         return value in ("none", "linear")
     if field == "embedding_length_out":
         return bool(value == common["hidden_size"])
@@ -141,7 +155,8 @@ def _is_harmless(common: Config, has_experts: bool, field: str, value: Any) -> b
 def _dtype(opened: GgufFile) -> str:
     """Returns the dtype of most numbers in matrices; float32 if any matrix is quantised.
 
-    llama.cpp keeps some small ones in float32, such as LFM2's convolutions, in files of 16-bit numbers.
+    llama.cpp keeps some small ones in float32, such as LFM2's convolutions, in files of 16-bit
+    numbers.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in opened.tensors.values():
@@ -160,7 +175,8 @@ def _special_ids(metadata: Metadata) -> Config:
     named: dict[str, int | None] = {}
     for field, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
         full = f"tokenizer.ggml.{key}_token_id"
-        named[field] = metadata.integer(full) if full in metadata else None  # not that of the family's first model
+        # not that of the family's first model
+        named[field] = metadata.integer(full) if full in metadata else None
     keys = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
     ends = [metadata.integer(key) for key in keys if key in metadata]
     ends += _ends_by_text(metadata)
@@ -170,13 +186,18 @@ def _special_ids(metadata: Metadata) -> Config:
 def _ends_by_text(metadata: Metadata) -> Iterator[int]:
     """Yields the ids of special tokens whose text says that they end an answer.
 
-    Older files, and those whose config.json named one token, do not say which tokens end an answer; llama.cpp knows them by text.
+    Older files, and those whose config.json named one token, do not say which tokens end an answer;
+    llama.cpp knows them by text.
     """
     if "tokenizer.ggml.tokens" not in metadata or "tokenizer.ggml.token_type" not in metadata:
         return
     tokens = metadata.list_of("tokenizer.ggml.tokens", str)
     types = metadata.list_of("tokenizer.ggml.token_type", int)
-    found = {text: id_ for id_, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and text in _ENDS}
+    found = {
+        text: id_
+        for id_, (text, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and text in _ENDS
+    }
     if found.keys() >= _HARMONY:
         found.pop("<|end|>", None)
     yield from found.values()

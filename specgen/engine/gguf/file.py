@@ -95,8 +95,8 @@ def _header(path: Path, name: str) -> Header:
         raise SpecgenError(problem, "Check the file") from error
 
 
-# A large vocabulary takes a few tenths of a second to read, and much memory to keep: those of a target and a draft are kept. The
-# later parts of a split file have none.
+# A large vocabulary takes a few tenths of a second to read, and much memory to keep: those of a
+# target and a draft are kept. The later parts of a split file have none.
 @lru_cache(maxsize=2)
 def _kept_header(path: Path, state: tuple[int, ...]) -> Header:
     return read_header(path)

@@ -209,7 +209,8 @@ def _aligned(offset: int, alignment: int) -> int:
 
 
 def _located(name: str, described: _Described, begin: int, path: Path) -> GgufTensor:
-    shape, kind = described.shape, described.type
+    shape = described.shape
+    kind = described.type
     return GgufTensor(name, shape, kind, path, begin + described.offset, described.bytes)
 
 
@@ -309,7 +310,9 @@ class _Cursor:
     def _strings(self, count: int, what: str) -> list[str]:
         """Returns strings, each stored as its length and its UTF-8 bytes. Vocabularies have
         hundreds of thousands of them."""
-        data, end, offset = self._data, self._end, self.offset
+        data = self._data
+        end = self._end
+        offset = self.offset
         length_at: Callable[[mmap.mmap, int], tuple[int]] = _UINT64.unpack_from
         texts: list[str] = []
         for _ in range(count):

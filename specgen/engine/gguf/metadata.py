@@ -18,9 +18,9 @@ T = TypeVar("T", int, str, bool)
 class Metadata:
     """The metadata of a GGUF file. `name` is what messages call the model.
 
-    The methods take a key, in which `{arch}` stands for the name of the model's architecture, and a value for a key that is
-    absent; without one, the key has to be there. They raise SpecgenError for a value of another type. Every key that was asked
-    for counts as read.
+    The methods take a key, in which `{arch}` stands for the name of the model's architecture, and a
+    value for a key that is absent; without one, the key has to be there. They raise SpecgenError
+    for a value of another type. Every key that was asked for counts as read.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
@@ -42,8 +42,8 @@ class Metadata:
         return self._typed(key, bool, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a number. Files have numbers in float32; the shortest decimal fraction that they stand for is returned, which
-        is what the model's config.json said."""
+        """Returns a number. Files have numbers in float32; the shortest decimal fraction that they
+        stand for is returned, which is what the model's config.json said."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, "a number")
@@ -67,7 +67,8 @@ class Metadata:
         return isinstance(self._values.get(self._key(key)), list)
 
     def per_layer(self, key: str, default: int | None = None) -> int:
-        """Returns a number that may be a list with one number for each layer, of which those above 0 have to be the same."""
+        """Returns a number that may be a list with one number for each layer, of which those above
+        0 have to be the same."""
         if not self.is_list(key):
             return self.integer(key, default)
         found = {number for number in self.list_of(key, int) if number > 0}
@@ -79,8 +80,8 @@ class Metadata:
     def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
         """Raises SpecgenError for the first value of the architecture that was not read.
 
-        Values are accepted if they are empty, or if `is_harmless`, which gets a key without the architecture and its value, says
-        that they do not change the output.
+        Values are accepted if they are empty, or if `is_harmless`, which gets a key without the
+        architecture and its value, says that they do not change the output.
         """
         prefix = f"{self.architecture}."
         for key, value in self._values.items():
@@ -88,7 +89,9 @@ class Metadata:
                 continue
             if not is_harmless(key.removeprefix(prefix), value):
                 problem = f"has a {key} of {_shown(value)} in its metadata, which is not supported"
-                raise self.refuse(problem, "Take a safetensors model, or another GGUF file of this one")
+                raise self.refuse(
+                    problem, "Take a safetensors model, or another GGUF file of this one"
+                )
 
     def refuse(self, problem: str, hint: str = _HINT) -> SpecgenError:
         """Returns the error to raise for this file; `problem` follows the model's name."""

@@ -54,7 +54,8 @@ def gguf_in_folder(folder: Path, selector: str | None, name: str) -> Path | None
 
 
 def has_safetensors(files: Iterable[str]) -> bool:
-    """Whether `files` are those of a safetensors model: its config, and its weights or their index."""
+    """Whether `files` are those of a safetensors model: its config, and its weights or their
+    index."""
     names = list(files)
     weights = (name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
     return "config.json" in names and any(weights)
@@ -106,7 +107,8 @@ def gguf_models(files: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def gguf_beside(folder: Path) -> str:
-    """Returns the GGUF models in a folder as the end of a hint; empty if there are none, or no folder."""
+    """Returns the GGUF models in a folder as the end of a hint; empty if there are none, or no
+    folder."""
     if not folder.is_dir():
         return ""
     models = gguf_models(path.name for path in files_in(folder, "*"))

@@ -1,4 +1,5 @@
-"""What a GGUF file says about its model in general, for the functions that describe one architecture."""
+"""What a GGUF file says about its model in general, for the functions that describe one
+architecture."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from specgen.engine.gguf.metadata import Metadata
 Config = dict[str, Any]
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_LONG_FACTORS = "rope_factors_long.weight"
+_SHORT_FACTORS = "rope_factors_short.weight"
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -190,7 +192,8 @@ def _llama3_factors(theta: float, count: int, factor: float) -> list[float]:
 def sliding_types(reading: Reading, pattern: int) -> list[str]:
     """Returns the `layer_types` of a config.json: by default, all layers but each `pattern`-th one
     have a sliding window."""
-    metadata, count = reading.metadata, reading.layers
+    metadata = reading.metadata
+    count = reading.layers
     key = "{arch}.attention.sliding_window_pattern"
     if metadata.is_list(key):
         slides = metadata.list_of(key, bool)

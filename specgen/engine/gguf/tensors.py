@@ -1,7 +1,9 @@
-"""The tensors of a GGUF file by the names that they have in the same model's safetensors files, with the same values.
+"""The tensors of a GGUF file by the names that they have in the same model's safetensors files,
+with the same values.
 
-llama.cpp stores some tensors otherwise than the model does: the rows of queries and keys in another order, norms with 1 added,
-the matrices of all experts together. `GgufTensors` has the methods of an opened safetensors file.
+llama.cpp stores some tensors otherwise than the model does: the rows of queries and keys in another
+order, norms with 1 added, the matrices of all experts together. `GgufTensors` has the methods of an
+opened safetensors file.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ from specgen.engine.gguf.file import GgufFile, open_gguf
 from specgen.engine.gguf.metadata import Metadata
 
 # read by `config`
-_SETTINGS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_SETTINGS = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
 _MOST_EXPERTS = 4096
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of the model: its `shape`, the stored tensors that it is made of, and the `change` that makes it of them.
+    """A tensor of the model: its `shape`, the stored tensors that it is made of, and the `change`
+    that makes it of them.
 
     `expert`: it is this one of the outermost dimension of the only stored tensor.
     """
@@ -40,7 +45,8 @@ class _Stored:
     expert: int | None = None
 
     def read(self, rows: range | None = None) -> torch.Tensor:
-        """Returns the tensor, or those of its outermost rows that are in `rows`, which needs one that is stored as it is."""
+        """Returns the tensor, or those of its outermost rows that are in `rows`, which needs one
+        that is stored as it is."""
         if self.change is not None:
             assert rows is None
             return self.change(*[read_tensor(source) for source in self.sources])
@@ -58,8 +64,9 @@ class _Stored:
 class GgufTensors:
     """The tensors of the model in the GGUF file `path`, on the CPU. Messages call the model `name`.
 
-    A tensor is a copy: as stored if it is F32, F16 or BF16, in float32 if it is quantised. Of an architecture that is not in
-    `ARCHITECTURES`, the tensors have the names of the file. Raises SpecgenError for a damaged file.
+    A tensor is a copy: as stored if it is F32, F16 or BF16, in float32 if it is quantised. Of an
+    architecture that is not in `ARCHITECTURES`, the tensors have the names of the file. Raises
+    SpecgenError for a damaged file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -74,7 +81,8 @@ class GgufTensors:
         return {}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor. Raises KeyError for an unknown name, and ValueError or OSError for damaged data."""
+        """Returns a tensor. Raises KeyError for an unknown name, and ValueError or OSError for
+        damaged data."""
         return self._stored[name].read()
 
     def get_slice(self, name: str) -> GgufSlice:
@@ -82,8 +90,12 @@ class GgufTensors:
         return GgufSlice(self._stored[name])
 
     def shapes_and_types(self) -> dict[str, tuple[list[int], str]]:
-        """Returns the shape of each tensor by name, and the name of the type in which it is stored, such as Q4_K."""
-        return {name: (list(stored.shape), stored.sources[0].type) for name, stored in self._stored.items()}
+        """Returns the shape of each tensor by name, and the name of the type in which it is stored,
+        such as Q4_K."""
+        return {
+            name: (list(stored.shape), stored.sources[0].type)
+            for name, stored in self._stored.items()
+        }
 
 
 class GgufSlice:
@@ -98,8 +110,8 @@ class GgufSlice:
     def __getitem__(self, part: Any) -> torch.Tensor:
         """Returns a part of the tensor, by what indexes a torch tensor.
 
-        Of a range of rows only these are read, unless the tensor is stored otherwise than the model has it. For any other part
-        the whole tensor is read.
+        Of a range of rows only these are read, unless the tensor is stored otherwise than the model
+        has it. For any other part the whole tensor is read.
         """
         if part is ...:
             return self._stored.read()
@@ -135,7 +147,8 @@ def _by_model_name(opened: GgufFile, metadata: Metadata) -> dict[str, _Stored]:
 
 
 def _model_name(name: str, architecture: Architecture) -> str:
-    """Returns the name of a tensor in safetensors files; the name itself if it is not known, so that it is noticed later."""
+    """Returns the name of a tensor in safetensors files; the name itself if it is not known, so
+    that it is noticed later."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return architecture.model_name(name) or name
@@ -151,7 +164,8 @@ def _within_layer(name: str) -> str:
 def _made_of(
     name: str, sources: tuple[GgufTensor, ...], architecture: Architecture, metadata: Metadata
 ) -> Iterator[tuple[str, _Stored]]:
-    """Yields the tensors of the model that are made of the stored ones `sources`, by name; `{}` in `name` is an expert."""
+    """Yields the tensors of the model that are made of the stored ones `sources`, by name; `{}` in
+    `name` is an expert."""
     source = sources[0]
     if "{}" in name:
         count = metadata.integer("{arch}.expert_count")
@@ -169,5 +183,7 @@ def _made_of(
         shape = change(*[torch.empty(each.shape, device="meta") for each in sources]).shape
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = " and ".join(" x ".join(map(str, each.shape)) for each in sources)
-        raise metadata.refuse(f"has {source.name} of {shapes}, which does not fit its metadata") from error
+        raise metadata.refuse(
+            f"has {source.name} of {shapes}, which does not fit its metadata"
+        ) from error
     yield name, _Stored(sources, tuple(shape), change)

@@ -1,7 +1,9 @@
-"""Turns the vocabulary in a GGUF file's metadata into the description of a tokenizer that the `tokenizers` library reads.
+"""Turns the vocabulary in a GGUF file's metadata into the description of a tokenizer that the
+`tokenizers` library reads.
 
-Two kinds: byte-level tokenizers (`gpt2`), which also need to know how a text is split (see `pre_tokenizers`), and those converted
-from SentencePiece (`llama`), which join pieces by their scores.
+Two kinds: byte-level tokenizers (`gpt2`), which also need to know how a text is split (see
+`pre_tokenizers`), and those converted from SentencePiece (`llama`), which join pieces by their
+scores.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from specgen.engine.gguf.pre_tokenizers import FALLBACK, PRE_TOKENIZERS, PreToke
 
 Json = dict[str, Any]
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens; the others are 1 (normal) and 6 (a byte)
+# types of tokens; the others are 1 (normal) and 6 (a byte)
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # in place of a space
 _PADDING = re.compile(r"\[PAD\d+\]")  # fills a vocabulary up to the size of the embedding
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -31,8 +37,9 @@ _NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What a file says about its tokenizer: its `description`, which is the content of a tokenizer.json; its special tokens by
-    name, such as bos_token; its chat template, or several by name. `warning` is a sentence for the user, or None."""
+    """What a file says about its tokenizer: its `description`, which is the content of a
+    tokenizer.json; its special tokens by name, such as bos_token; its chat template, or several by
+    name. `warning` is a sentence for the user, or None."""
 
     description: Json
     special_tokens: Mapping[str, str]
@@ -51,7 +58,11 @@ class _Vocabulary:
     def ids(self) -> dict[str, int]:
         """The ids of the tokens that stand for something, by text."""
         pairs = zip(self.tokens, self.types, strict=True)
-        return {text: id_ for id_, (text, kind) in enumerate(pairs) if kind != _UNUSED or not _PADDING.fullmatch(text)}
+        return {
+            text: id_
+            for id_, (text, kind) in enumerate(pairs)
+            if kind != _UNUSED or not _PADDING.fullmatch(text)
+        }
 
     def added(self, strips: bool) -> list[Json]:
         """Returns the tokens that are looked for in a text before it is split."""
@@ -73,7 +84,8 @@ class _Vocabulary:
 def read_tokenizer(opened: GgufFile, name: str) -> GgufTokenizer:
     """Returns the tokenizer of a GGUF file; messages call the model `name`.
 
-    Raises SpecgenError for a kind of tokenizer that is not supported, and for metadata that does not fit together.
+    Raises SpecgenError for a kind of tokenizer that is not supported, and for metadata that does
+    not fit together.
     """
     metadata = Metadata(opened.metadata, name)
     kind = metadata.text("tokenizer.ggml.model")
@@ -84,9 +96,14 @@ def read_tokenizer(opened: GgufFile, name: str) -> GgufTokenizer:
         steps = _byte_level(metadata, vocabulary, pre_tokenizer)
         has_bos = pre_tokenizer.has_bos
     elif kind == "llama":
-        steps, warning, has_bos = _sentence_piece(metadata, vocabulary, special), None, True
+        steps = _sentence_piece(metadata, vocabulary, special)
+        warning = None
+        has_bos = True
     else:
-        raise metadata.refuse(f"has a tokenizer of the kind {kind!r}, which is not supported", "Take a safetensors model")
+        raise metadata.refuse(
+            f"has a tokenizer of the kind {kind!r}, which is not supported",
+            "Take a safetensors model",
+        )
     strips = kind == "llama" and metadata.architecture in _STRIPPING
     description = {
         "version": "1.0",
@@ -100,7 +117,10 @@ def read_tokenizer(opened: GgufFile, name: str) -> GgufTokenizer:
 
 
 def _vocabulary(metadata: Metadata) -> _Vocabulary:
-    tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(metadata.list_of("tokenizer.ggml.tokens", str))]
+    tokens = [
+        text or f"[EMPTY_{id_}]"
+        for id_, text in enumerate(metadata.list_of("tokenizer.ggml.tokens", str))
+    ]
     types = [1] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         types = metadata.list_of("tokenizer.ggml.token_type", int)
@@ -129,40 +149,69 @@ def _template(metadata: Metadata) -> str | Mapping[str, str] | None:
 
 
 def _pre_tokenizer(metadata: Metadata, name: str) -> tuple[PreTokenizer, str | None]:
-    """Returns how the tokenizer splits text, and a warning if the file names no way that is known."""
+    """Returns how the tokenizer splits text, and a warning if the file names no way that is
+    known."""
     named = metadata.text("tokenizer.ggml.pre", "")
     found = PRE_TOKENIZERS.get(named)
     if found is not None:
         return found, None
     what = f"its pre-tokenizer {named[:40]!r} is unknown" if named else "it names no pre-tokenizer"
-    return PRE_TOKENIZERS[FALLBACK], f"{name}: {what}, so text is split as by {FALLBACK}, which may give other tokens"
+    return PRE_TOKENIZERS[
+        FALLBACK
+    ], f"{name}: {what}, so text is split as by {FALLBACK}, which may give other tokens"
 
 
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary, pre_tokenizer: PreTokenizer) -> Json:
     ids = vocabulary.ids
     pairs = [_pair(text) for text in metadata.list_of("tokenizer.ggml.merges", str)]
-    merges = [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]
+    merges = [
+        (left, right)
+        for left, right in pairs
+        if left in ids and right in ids and left + right in ids
+    ]
     return {
         "normalizer": {"type": "NFC"} if pre_tokenizer.composes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizer.all_steps},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
         "model": _model(ids, merges, ignore_merges=pre_tokenizer.ignores_merges),
     }
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """Returns the two pieces that a merge joins; they are separated by a space, which may also begin the first one."""
+    """Returns the two pieces that a merge joins; they are separated by a space, which may also
+    begin the first one."""
     left, _, right = merge[1:].partition(" ")
     return merge[:1] + left, right
 
 
 def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **more: Any) -> Json:
-    plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    return {"type": "BPE", **plain, "fuse_unk": False, "byte_fallback": False, "vocab": ids, "merges": merges, **more}
+    plain = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
+    return {
+        "type": "BPE",
+        **plain,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": ids,
+        "merges": merges,
+        **more,
+    }
 
 
-def _sentence_piece(metadata: Metadata, vocabulary: _Vocabulary, special: Mapping[str, str]) -> Json:
-    """Returns the steps of a tokenizer converted from SentencePiece, as transformers' converters write them."""
+def _sentence_piece(
+    metadata: Metadata, vocabulary: _Vocabulary, special: Mapping[str, str]
+) -> Json:
+    """Returns the steps of a tokenizer converted from SentencePiece, as transformers' converters
+    write them."""
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     marks: Json = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
     decoders: list[Json] = [
@@ -172,7 +221,10 @@ def _sentence_piece(metadata: Metadata, vocabulary: _Vocabulary, special: Mappin
     ]
     normalizer = marks
     if has_prefix:
-        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _MARK}, marks]}
+        normalizer = {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": _MARK}, marks],
+        }
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     spelled = _Vocabulary([_spelled(text) for text in vocabulary.tokens], vocabulary.types)
     ids = spelled.ids
@@ -181,37 +233,53 @@ def _sentence_piece(metadata: Metadata, vocabulary: _Vocabulary, special: Mappin
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(ids, _merges(metadata, ids, _ranks(metadata, vocabulary)), **unknown, ignore_merges=False),
+        "model": _model(
+            ids,
+            _merges(metadata, ids, _ranks(metadata, vocabulary)),
+            **unknown,
+            ignore_merges=False,
+        ),
     }
 
 
 def _spelled(text: str) -> str:
-    """Returns a token's text with marks in place of spaces; files have some tokens that are spaces alone."""
+    """Returns a token's text with marks in place of spaces; files have some tokens that are spaces
+    alone."""
     return text.replace(" ", _MARK) if text.isspace() else text
 
 
 def _ranks(metadata: Metadata, vocabulary: _Vocabulary) -> Sequence[float]:
-    """Returns a number for each token: of two pieces that can be joined next, that with the larger one comes first."""
+    """Returns a number for each token: of two pieces that can be joined next, that with the larger
+    one comes first."""
     if metadata.architecture in _JOINED_BY_ID:
         return range(0, -len(vocabulary.tokens), -1)
     scores = metadata.list_of_numbers("tokenizer.ggml.scores")
     if len(scores) != len(vocabulary.tokens):
-        raise metadata.refuse(f"has {len(vocabulary.tokens):,} tokens, and scores of {len(scores):,} tokens")
+        raise metadata.refuse(
+            f"has {len(vocabulary.tokens):,} tokens, and scores of {len(scores):,} tokens"
+        )
     return scores
 
 
-def _merges(metadata: Metadata, ids: Mapping[str, int], ranks: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns the pairs of tokens whose texts together are a token, those that are joined first at the front.
+def _merges(
+    metadata: Metadata, ids: Mapping[str, int], ranks: Sequence[float]
+) -> list[tuple[str, str]]:
+    """Returns the pairs of tokens whose texts together are a token, those that are joined first at
+    the front.
 
-    Raises SpecgenError for longer tokens than models have: the work grows with the square of their length.
+    Raises SpecgenError for longer tokens than models have: the work grows with the square of their
+    length.
     """
     found = []
     longest = max(map(len, ids), default=0)
     if longest > _LONGEST_PIECE:
-        raise metadata.refuse(f"has a token of {longest:,} characters, and at most {_LONGEST_PIECE:,} are supported")
+        raise metadata.refuse(
+            f"has a token of {longest:,} characters, and at most {_LONGEST_PIECE:,} are supported"
+        )
     for text, id_ in ids.items():
         for middle in range(1, len(text)):
-            left, right = ids.get(text[:middle]), ids.get(text[middle:])
+            left = ids.get(text[:middle])
+            right = ids.get(text[middle:])
             if left is not None and right is not None:
                 order = -ranks[id_], -middle, middle - len(text), -left, -right
                 found.append((order, (text[:middle], text[middle:])))
@@ -219,7 +287,9 @@ def _merges(metadata: Metadata, ids: Mapping[str, int], ranks: Sequence[float]) 
     return [pair for _, pair in found]
 
 
-def _post_processor(metadata: Metadata, special: Mapping[str, str], vocabulary: _Vocabulary, has_bos: bool) -> Json | None:
+def _post_processor(
+    metadata: Metadata, special: Mapping[str, str], vocabulary: _Vocabulary, has_bos: bool
+) -> Json | None:
     """Returns the step that puts special tokens around a text."""
     text: Json = {"Sequence": {"id": "A", "type_id": 0}}
     second: Json = {"Sequence": {"id": "B", "type_id": 0}}
@@ -231,9 +301,15 @@ def _post_processor(metadata: Metadata, special: Mapping[str, str], vocabulary: 
         "type": "TemplateProcessing",
         "single": [*before, text, *after],
         "pair": [*before, text, *after, *before, second, *after],
-        "special_tokens": {name: {"id": name, "ids": [id_], "tokens": [name]} for name, id_ in ids.items()},
+        "special_tokens": {
+            name: {"id": name, "ids": [id_], "tokens": [name]} for name, id_ in ids.items()
+        },
     }
 
 
 def _around(special: Mapping[str, str], role: str, is_added: bool) -> list[Json]:
-    return [{"SpecialToken": {"id": special[role], "type_id": 0}}] if is_added and role in special else []
+    return (
+        [{"SpecialToken": {"id": special[role], "type_id": 0}}]
+        if is_added and role in special
+        else []
+    )

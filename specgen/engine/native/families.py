@@ -1,8 +1,10 @@
-"""The families of models that the native decoder runs, and how the config.json of each differs from Llama's.
+"""The families of models that the native decoder runs, and how the config.json of each differs from
+Llama's.
 
-To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a config unsupported, unless it is
-known to be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. The names of tensors are in
-`layer_weights`, and `config_reading` reads the fields that all families have.
+To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a
+config unsupported, unless it is known to be irrelevant (`architecture.IRRELEVANT`) or the function
+ignores it explicitly. The names of tensors are in `layer_weights`, and `config_reading` reads the
+fields that all families have.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ def _llama(fields: Fields, plain: Changes) -> Changes:
 
 
 def _mistral(fields: Fields, plain: Changes) -> Changes:
-    return fields.windows(plain["layers"], [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window", 4096))
+    return fields.windows(
+        plain["layers"],
+        [True] * plain["num_layers"],
+        fields.optional(fields.integer, "sliding_window", 4096),
+    )
 
 
 def _qwen2(fields: Fields, plain: Changes) -> Changes:
@@ -36,7 +42,10 @@ def _qwen2(fields: Fields, plain: Changes) -> Changes:
     window = window if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", 28, minimum=0)
     default = [window is not None and index >= first for index in range(plain["num_layers"])]
-    return {**fields.windows(plain["layers"], fields.sliding_layers(default), window, strict=True), "qkv_bias": True}
+    return {
+        **fields.windows(plain["layers"], fields.sliding_layers(default), window, strict=True),
+        "qkv_bias": True,
+    }
 
 
 def _mimo(fields: Fields, plain: Changes) -> Changes:
@@ -50,12 +59,17 @@ def _qwen3(fields: Fields, plain: Changes) -> Changes:
 
 def _phi3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("full_attn_mod", "interpolate_factor")  # written by Phi-4-mini
-    return fields.windows(plain["layers"], [True] * plain["num_layers"], fields.optional(fields.integer, "sliding_window"))
+    return fields.windows(
+        plain["layers"],
+        [True] * plain["num_layers"],
+        fields.optional(fields.integer, "sliding_window"),
+    )
 
 
 def _gemma(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_activation")  # transformers reads hidden_act
-    activation = "gelu_tanh" if plain["activation"] == "gelu" else plain["activation"]  # old files mean the approximation
+    # old files mean the approximation
+    activation = "gelu_tanh" if plain["activation"] == "gelu" else plain["activation"]
     return {**_gemma_base(fields, plain), "activation": activation}
 
 
@@ -71,21 +85,29 @@ def _gemma2(fields: Fields, plain: Changes) -> Changes:
 def _gemma3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("hidden_act", "_sliding_window_pattern", "attn_logit_softcapping")
     pattern = fields.integer("sliding_window_pattern", 6)
-    types = fields.sliding_layers([(index + 1) % pattern != 0 for index in range(plain["num_layers"])])
+    types = fields.sliding_layers(
+        [(index + 1) % pattern != 0 for index in range(plain["num_layers"])]
+    )
     changes = _late_gemma(fields, plain, types, final_cap=None)
-    layers = tuple(LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"])
+    layers = tuple(
+        LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"]
+    )
     return {**changes, "layers": layers, "qk_norm": "head"}
 
 
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
-    types = [*fields.sliding_layers([(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1], False]
+    types = [
+        *fields.sliding_layers([(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1],
+        False,
+    ]
     kv_heads, size = _full_layers(fields, plain, types)
     full = LayerKind(None, FULL, kv_heads=kv_heads, head_size=size)
     sliding = LayerKind(fields.integer("sliding_window", 512), SLIDING)
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
-    sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)  # the first layer that does
+    # the first layer that does
+    sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     layers: list[LayerKind] = []
     last: dict[bool, int] = {}  # layers of each type that have keys and values
     numbers = 0
@@ -93,14 +115,18 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
         kind = sliding if slides else full
         if index < sharing:
             last[slides] = index
-            numbers += 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
+            numbers += (
+                2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
+            )
         elif slides not in last:
             raise fields.refuse("num_kv_shared_layers")
         else:
             kind = replace(kind, owner=last[slides], inner=wide)
         layers.append(kind)
     per_layer = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
-    fields.integer("vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0)
+    fields.integer(
+        "vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0
+    )
     rotary = read_rotary(fields, _GEMMA4_ROPE, size, plain["context_limit"])[0]
     changes = {
         **_biases(fields),
@@ -120,13 +146,18 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     fields.ignore(*experts)
     if fields.flag("enable_moe_block", False):
         number, chosen, inner = map(fields.integer, experts)
-        parts: Changes = {"layout": "fused", "shared_size": plain["intermediate_size"], "own_norms": True}
+        parts: Changes = {
+            "layout": "fused",
+            "shared_size": plain["intermediate_size"],
+            "own_norms": True,
+        }
         changes |= _experts(fields, {**plain, **changes}, Mixture(number, chosen, inner, **parts))
     return changes
 
 
 def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple[int, int]:
-    """Returns the number of key-value heads and the head size of Gemma 4's layers without a window (false in `types`).
+    """Returns the number of key-value heads and the head size of Gemma 4's layers without a window
+    (false in `types`).
 
     Files have them in fields of their own, or in `per_layer_config` for each of these layers.
     """
@@ -138,7 +169,9 @@ def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple
         listed = fields.raw("per_layer_config")
         given = next(iter(listed.values()))
         full = {str(index) for index, slides in enumerate(types) if not slides}
-        if {name.lstrip("0") or "0" for name in listed} != full or any(each != given for each in listed.values()):
+        if {name.lstrip("0") or "0" for name in listed} != full or any(
+            each != given for each in listed.values()
+        ):
             raise fields.refuse("per_layer_config")
     section = Fields(given if isinstance(given, dict) else {"": given}, "per_layer_config.")
     size = section.integer("head_dim", plain["head_size"], maximum=1 << 16)
@@ -149,8 +182,11 @@ def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple
     return kv_heads, size
 
 
-def _late_gemma(fields: Fields, plain: Changes, types: Sequence[bool], final_cap: float | None) -> Changes:
-    """Returns what Gemma 2 and 3 have in common; `types` says of each layer whether it has a sliding window."""
+def _late_gemma(
+    fields: Fields, plain: Changes, types: Sequence[bool], final_cap: float | None
+) -> Changes:
+    """Returns what Gemma 2 and 3 have in common; `types` says of each layer whether it has a
+    sliding window."""
     window = fields.optional(fields.integer, "sliding_window", 4096)
     return {
         **_gemma_base(fields, plain),
@@ -162,11 +198,21 @@ def _late_gemma(fields: Fields, plain: Changes, types: Sequence[bool], final_cap
 
 
 def _gemma_base(fields: Fields, plain: Changes) -> Changes:
-    return {**_biases(fields), "norm_weight_offset": 1.0, "embedding_scale": plain["hidden_size"] ** 0.5}
+    return {
+        **_biases(fields),
+        "norm_weight_offset": 1.0,
+        "embedding_scale": plain["hidden_size"] ** 0.5,
+    }
 
 
 def _olmo2(fields: Fields, plain: Changes) -> Changes:
-    return {**_biases(fields), "pre_norms": False, "post_norms": True, "qk_norm": "all", "rotary_in_float32": True}
+    return {
+        **_biases(fields),
+        "pre_norms": False,
+        "post_norms": True,
+        "qk_norm": "all",
+        "rotary_in_float32": True,
+    }
 
 
 def _smollm3(fields: Fields, plain: Changes) -> Changes:
@@ -176,13 +222,23 @@ def _smollm3(fields: Fields, plain: Changes) -> Changes:
     rotated = fields.raw("no_rope_layers")  # despite its name: 1 means with rotary embedding
     if rotated is None:
         rotated = [(index + 1) % interval != 0 for index in range(count)]
-    if not isinstance(rotated, list) or len(rotated) < count or not all(isinstance(entry, int) for entry in rotated):
+    if (
+        not isinstance(rotated, list)
+        or len(rotated) < count
+        or not all(isinstance(entry, int) for entry in rotated)
+    ):
         raise fields.refuse("no_rope_layers")
     window = fields.optional(fields.integer, "sliding_window")
     use_window = fields.flag("use_sliding_window", False) and window is not None
     types = fields.sliding_layers([use_window and not rotated[index] for index in range(count)])
-    layers = zip(fields.windows(plain["layers"], types, window, strict=True)["layers"], rotated[:count], strict=True)
-    kinds = tuple(LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers)
+    layers = zip(
+        fields.windows(plain["layers"], types, window, strict=True)["layers"],
+        rotated[:count],
+        strict=True,
+    )
+    kinds = tuple(
+        LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers
+    )
     return {**_llama(fields, plain), "layers": kinds}
 
 
@@ -208,7 +264,10 @@ def _qwen3_5_moe(fields: Fields, plain: Changes, *, by_head: bool = False) -> Ch
 def _delta_rule(fields: Fields, plain: Changes, *, by_head: bool = False) -> Changes:
     """Returns the mixers of the layers of Qwen3-Next and Qwen3.5."""
     interval = fields.integer("full_attention_interval", 4)
-    default = ["linear_attention" if (index + 1) % interval else FULL for index in range(plain["num_layers"])]
+    default = [
+        "linear_attention" if (index + 1) % interval else FULL
+        for index in range(plain["num_layers"])
+    ]
     recurrent = Recurrent(
         kernel_size=fields.integer("linear_conv_kernel_dim", 4),
         key_heads=fields.integer("linear_num_key_heads", 16),
@@ -219,7 +278,10 @@ def _delta_rule(fields: Fields, plain: Changes, *, by_head: bool = False) -> Cha
     )
     if recurrent.value_heads % recurrent.key_heads:
         raise fields.refuse("linear_num_key_heads")
-    return {**_mixers(fields, plain, default, {"linear_attention": "delta"}), "recurrent": recurrent}
+    return {
+        **_mixers(fields, plain, default, {"linear_attention": "delta"}),
+        "recurrent": recurrent,
+    }
 
 
 def _lfm2(fields: Fields, plain: Changes) -> Changes:
@@ -250,33 +312,53 @@ def _lfm2_moe(fields: Fields, plain: Changes) -> Changes:
 def _short_convolutions(fields: Fields, plain: Changes) -> Changes:
     """Returns what LFM2's dense models and its mixtures have in common."""
     full = fields.raw("full_attn_idxs")
-    default = [FULL if full is None or index in full else "conv" for index in range(plain["num_layers"])]
+    default = [
+        FULL if full is None or index in full else "conv" for index in range(plain["num_layers"])
+    ]
     return {
         **_mixers(fields, plain, default, {"conv": "conv"}),
-        "recurrent": Recurrent(fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)),
+        "recurrent": Recurrent(
+            fields.integer("conv_L_cache", 3), bias=fields.flag("conv_bias", False)
+        ),
         "norm_eps": fields.positive("norm_eps", 1e-5),
         "tied": fields.flag("tie_embedding", plain["tied"]),
         "qk_norm": "head",
     }
 
 
-def _mixers(fields: Fields, plain: Changes, default: Sequence[str], recurrent: Mapping[str, Mixer]) -> Changes:
-    """Returns the kinds of the layers, by `layer_types` or by `default`. `recurrent` has the mixers of other types than FULL."""
+def _mixers(
+    fields: Fields, plain: Changes, default: Sequence[str], recurrent: Mapping[str, Mixer]
+) -> Changes:
+    """Returns the kinds of the layers, by `layer_types` or by `default`. `recurrent` has the mixers
+    of other types than FULL."""
     types = fields.raw("layer_types") or default
     if len(types) != len(default) or not all(name == FULL or name in recurrent for name in types):
         raise fields.refuse("layer_types")
-    layers = [LayerKind(None, ALL_LAYERS) if name == FULL else LayerKind(mixer=recurrent[name]) for name in types]
+    layers = [
+        LayerKind(None, ALL_LAYERS) if name == FULL else LayerKind(mixer=recurrent[name])
+        for name in types
+    ]
     per_layer = 2 * plain["num_kv_heads"] * plain["head_size"]
-    return {"layers": tuple(layers), "kv_numbers": per_layer * sum(kind.mixer == "attention" for kind in layers)}
+    return {
+        "layers": tuple(layers),
+        "kv_numbers": per_layer * sum(kind.mixer == "attention" for kind in layers),
+    }
 
 
-def _experts(fields: Fields, plain: Changes, mixture: Mixture, dense: Collection[int] = ()) -> Changes:
-    """Returns the mixture and the kinds of the layers, which all have experts but the `dense` ones."""
+def _experts(
+    fields: Fields, plain: Changes, mixture: Mixture, dense: Collection[int] = ()
+) -> Changes:
+    """Returns the mixture and the kinds of the layers, which all have experts but the `dense`
+    ones."""
     if mixture.per_token > mixture.count:
         raise fields.refuse("num_experts_per_tok")
-    if plain["hidden_size"] % _ALIGNMENT or mixture.size % _ALIGNMENT:  # what torch's products of experts need
+    # what torch's products of experts need
+    if plain["hidden_size"] % _ALIGNMENT or mixture.size % _ALIGNMENT:
         raise fields.refuse("hidden_size")
-    of_experts = (replace(kind, mlp="dense" if index in dense else "experts") for index, kind in enumerate(plain["layers"]))
+    of_experts = (
+        replace(kind, mlp="dense" if index in dense else "experts")
+        for index, kind in enumerate(plain["layers"])
+    )
     return {"mixture": mixture, "layers": tuple(of_experts)}
 
 
@@ -292,12 +374,17 @@ def _qwen3_moe(fields: Fields, plain: Changes) -> Changes:
         normalised=fields.flag("norm_topk_prob", False),
     )
     plain = {**plain, "layers": tuple(replace(kind, window=window) for kind in plain["layers"])}
-    return {**_biases(fields), "qk_norm": "head", **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+    return {
+        **_biases(fields),
+        "qk_norm": "head",
+        **_experts(fields, plain, mixture, _dense_layers(fields, plain)),
+    }
 
 
 def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
     """Returns the layers without experts (Qwen)."""
-    listed, step = fields.raw("mlp_only_layers") or [], fields.integer("decoder_sparse_step", 1)
+    listed = fields.raw("mlp_only_layers") or []
+    step = fields.integer("decoder_sparse_step", 1)
     if not isinstance(listed, list) or not all(isinstance(index, int) for index in listed):
         raise fields.refuse("mlp_only_layers")
     return {*listed, *(index for index in range(plain["num_layers"]) if (index + 1) % step)}
@@ -306,10 +393,20 @@ def _dense_layers(fields: Fields, plain: Changes) -> Collection[int]:
 def _gated(fields: Fields, plain: Changes) -> Changes:
     """Returns what the layers with attention of Qwen3-Next and Qwen3.5 have in common."""
     fields.ignore("full_attention_interval", "mamba_ssm_dtype", "linear_conv_kernel_dim")
-    fields.ignore(*(f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")))
+    fields.ignore(
+        *(
+            f"linear_{name}"
+            for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        )
+    )
     if not fields.flag("attn_output_gate", True):
         raise fields.refuse("attn_output_gate")
-    return {**_biases(fields), "qk_norm": "head", "norm_weight_offset": 1.0, "gated_attention": True}
+    return {
+        **_biases(fields),
+        "qk_norm": "head",
+        "norm_weight_offset": 1.0,
+        "gated_attention": True,
+    }
 
 
 def _gated_experts(fields: Fields, plain: Changes) -> Changes:
@@ -321,7 +418,10 @@ def _gated_experts(fields: Fields, plain: Changes) -> Changes:
         shared_size=fields.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    return {**_gated(fields, plain), **_experts(fields, plain, mixture, _dense_layers(fields, plain))}
+    return {
+        **_gated(fields, plain),
+        **_experts(fields, plain, mixture, _dense_layers(fields, plain)),
+    }
 
 
 def _olmoe(fields: Fields, plain: Changes) -> Changes:
@@ -357,7 +457,10 @@ def _glm4_moe(fields: Fields, plain: Changes) -> Changes:
     if mixture.chosen_groups > mixture.groups:
         raise fields.refuse("topk_group")
     dense = range(fields.integer("first_k_dense_replace", 1, minimum=0))
-    changes = {"qkv_bias": fields.flag("attention_bias", False), **_experts(fields, plain, mixture, dense)}
+    changes = {
+        "qkv_bias": fields.flag("attention_bias", False),
+        **_experts(fields, plain, mixture, dense),
+    }
     return {**changes, "qk_norm": "head" if fields.flag("use_qk_norm", False) else None}
 
 
@@ -386,18 +489,25 @@ def _gpt_oss(fields: Fields, plain: Changes) -> Changes:
         limit=fields.positive("swiglu_limit", 7.0),
     )
     windowed = {**plain, **fields.windows(plain["layers"], types, window, strict=True)}
-    return {"qkv_bias": bias, "output_bias": bias, "sinks": True, **_experts(fields, windowed, mixture)}
+    return {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "sinks": True,
+        **_experts(fields, windowed, mixture),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family's defaults where config.json is silent, and the function that describes how it differs from a plain Llama.
+    """A family's defaults where config.json is silent, and the function that describes how it
+    differs from a plain Llama.
 
-    `describe` is called with the fields and with the `Architecture` arguments of a Llama without biases, and returns those that
-    are different. `eos` is the end-of-sequence id. `required` are fields, besides the sizes, that have to be in config.json:
-    transformers' defaults for them are those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is
-    that of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the width of MLPs in families
-    without dense ones.
+    `describe` is called with the fields and with the `Architecture` arguments of a Llama without
+    biases, and returns those that are different. `eos` is the end-of-sequence id. `required` are
+    fields, besides the sizes, that have to be in config.json: transformers' defaults for them are
+    those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
+    of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
+    width of MLPs in families without dense ones.
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -411,17 +521,34 @@ class Family:
 
 
 _HEADS = ("num_key_value_heads", "head_dim")
-_MROPE = ("mrope_section", "mrope_interleaved")  # of pictures: a text's three positions are the same
+# of pictures: a text's three positions are the same
+_MROPE = ("mrope_section", "mrope_interleaved")
 _GATED_ROPE = RotaryDefaults(partial=0.25, ignored=_MROPE)
-_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-_MIXTURE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
+_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+_MIXTURE = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 _EXPERTS = ("num_key_value_heads", "num_experts_per_tok", "moe_intermediate_size")
 _PHI3_TYPES = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = RotaryDefaults(partial=1.0, original=4096, aliases=_PHI3_TYPES)
 _GEMMA3_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0)
-_GEMMA4_FULL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
+_GEMMA4_FULL = {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1_000_000.0,
+}
 _GEMMA4_TYPES = {"default": "default", "proportional": "proportional"}
-_GEMMA4_ROPE = RotaryDefaults(1_000_000.0, local_theta=10_000.0, aliases=_GEMMA4_TYPES, settings={FULL: _GEMMA4_FULL})
+_GEMMA4_ROPE = RotaryDefaults(
+    1_000_000.0, local_theta=10_000.0, aliases=_GEMMA4_TYPES, settings={FULL: _GEMMA4_FULL}
+)
 _GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 
 FAMILIES = {
@@ -433,19 +560,35 @@ FAMILIES = {
     "phi3": Family(_phi3, 32_000, (), eps=1e-5, rotary=_PHI3_ROPE),
     "gemma": Family(_gemma, 1, _HEADS, tied=True, activation=("hidden_act", "gelu_pytorch_tanh")),
     "gemma2": Family(_gemma2, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION),
-    "gemma3_text": Family(_gemma3, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA3_ROPE),
-    "gemma4_text": Family(_gemma4, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA4_ROPE),
+    "gemma3_text": Family(
+        _gemma3, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA3_ROPE
+    ),
+    "gemma4_text": Family(
+        _gemma4, 1, _HEADS, tied=True, activation=_GEMMA_ACTIVATION, rotary=_GEMMA4_ROPE
+    ),
     "olmo2": Family(_olmo2, 50_279, (), eps=1e-5),
     "smollm3": Family(_smollm3, 128_001, tied=True, rotary=RotaryDefaults(2_000_000.0)),
     "granite": Family(_granite, 2, ()),
     "qwen3_moe": Family(_qwen3_moe, None, _EXPERTS),
     "olmoe": Family(_olmoe, 50_279, (), eps=1e-5),
-    "glm4_moe": Family(_glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)),
+    "glm4_moe": Family(
+        _glm4_moe, None, ("head_dim", *_EXPERTS), eps=1e-5, rotary=RotaryDefaults(partial=0.5)
+    ),
     "qwen3_5_text": Family(_qwen3_5, None, _HEADS, rotary=_GATED_ROPE),
-    "qwen3_5_moe_text": Family(_qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512),
-    "qwen3_next": Family(partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe, None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE, inner=512
+    ),
+    "qwen3_next": Family(
+        partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE
+    ),
     "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
-    "lfm2_moe": Family(_lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)),
-    "minimax_m2": Family(_minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)),
-    "gpt_oss": Family(_gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)),
+    "lfm2_moe": Family(
+        _lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)
+    ),
+    "minimax_m2": Family(
+        _minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)
+    ),
+    "gpt_oss": Family(
+        _gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)
+    ),
 }

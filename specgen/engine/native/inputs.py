@@ -1,4 +1,5 @@
-"""The inputs of a native forward pass: rotations, masks, and what is written to and read from the KV cache."""
+"""The inputs of a native forward pass: rotations, masks, and what is written to and read from the
+KV cache."""
 
 from __future__ import annotations
 
@@ -13,22 +14,32 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
 from specgen.engine.native.architecture import Architecture, LayerKind
-from specgen.engine.native.attention import CAUSAL, KEY_BLOCK, WIDE, Sight, has_causal_kernel, sight_of_chain, sight_of_pass
+from specgen.engine.native.attention import (
+    CAUSAL,
+    KEY_BLOCK,
+    WIDE,
+    Sight,
+    has_causal_kernel,
+    sight_of_chain,
+    sight_of_pass,
+)
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.recurrence import RecurrentStates, Steps
 from specgen.engine.native.rotary import RotaryTable
 
-# Padding with which a token's logits do not depend on the tokens that are run with it. Products of fewer than 4 rows round
-# differently, and so do the last 1 to 3 query rows of an attention, which processes them in blocks, and of a
-# product whose rows two threads share: so multiples of 4.
+# Padding with which a token's logits do not depend on the tokens that are run with it. Products of
+# fewer than 4 rows round differently, and so do the last 1 to 3 query rows of an attention, which
+# processes them in blocks, and of a product whose rows two threads share: so multiples of 4.
 EXACT_ROWS = 4
 
 
 class KindInputs(NamedTuple):
-    """What the layers of one kind (sliding window, rotary frequencies, device) need in one forward pass.
+    """What the layers of one kind (sliding window, rotary frequencies, device) need in one forward
+    pass.
 
-    `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated numbers of a head (None: no rotary embedding),
-    `mask` is as for `attention.attend` or `attend_batch`, and `entries` are those of each layer in the KV cache (None: no cache).
+    `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated numbers of a head
+    (None: no rotary embedding), `mask` is as for `attention.attend` or `attend_batch`, and
+    `entries` are those of each layer in the KV cache (None: no cache).
     """
 
     rotation: torch.Tensor | None
@@ -37,13 +48,16 @@ class KindInputs(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of each of `batch` sequences.
+    """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of
+    each of `batch` sequences.
 
-    `kinds` has the inputs for each kind of layer. `written` is the number of tokens whose keys and values the cache keeps; the
-    others are padding. `first_layer` is the index of the cache's first layer. `fused`: attention always takes the same kernel, so
-    that results do not depend on the number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
-    `entries` are the whole buffer. None: each layer's `entries` say where to write. `steps` and `states` are for recurrent
-    layers; None: there are none. `per_layer` [rows, layers, size] has the tokens' embeddings for each layer, where there are any.
+    `kinds` has the inputs for each kind of layer. `written` is the number of tokens whose keys and
+    values the cache keeps; the others are padding. `first_layer` is the index of the cache's first
+    layer. `fused`: attention always takes the same kernel, so that results do not depend on the
+    number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
+    `entries` are the whole buffer. None: each layer's `entries` say where to write. `steps` and
+    `states` are for recurrent layers; None: there are none. `per_layer` [rows, layers, size] has
+    the tokens' embeddings for each layer, where there are any.
     """
 
     rows: int
@@ -59,20 +73,28 @@ class PassInputs(NamedTuple):
 
     @property
     def recurrent_inputs(self) -> tuple[Steps, RecurrentStates]:
-        """The order of the tokens and the layers' records. Raises SpecgenError for several sequences, which have neither."""
+        """The order of the tokens and the layers' records. Raises SpecgenError for several
+        sequences, which have neither."""
         if self.steps is None or self.states is None:
-            raise SpecgenError("a model with recurrent layers runs one text at a time", "Take another target to train with")
+            raise SpecgenError(
+                "a model with recurrent layers runs one text at a time",
+                "Take another target to train with",
+            )
         return self.steps, self.states
 
 
 def layer_kinds(
     architecture: Architecture, devices: Sequence[torch.device]
 ) -> tuple[list[tuple[LayerKind, torch.device]], list[int]]:
-    """Returns the distinct pairs of a kind of attention and a device, and for each layer the index of its pair.
+    """Returns the distinct pairs of a kind of attention and a device, and for each layer the index
+    of its pair.
 
-    `devices` are those of the layers. Each kind is also paired with the last device, on which exit layers are.
+    `devices` are those of the layers. Each kind is also paired with the last device, on which exit
+    layers are.
     """
-    attention = next(kind for kind in (*architecture.layers, LayerKind()) if kind.mixer == "attention")
+    attention = next(
+        kind for kind in (*architecture.layers, LayerKind()) if kind.mixer == "attention"
+    )
     attentions = []
     for kind in architecture.layers:
         read = kind if kind.mixer == "attention" else attention  # other mixers read no masks
@@ -85,63 +107,101 @@ def layer_kinds(
 class InputMaker:
     """Makes the inputs of all forward passes of one model.
 
-    `devices` are those of the layers; `kinds` are the pairs that `layer_kinds` returns. `exact`: pads passes so that a token's
-    results have the same bits however many tokens a pass has. `tables` has the rotations for each of `kinds`, `groups`
-    the number of query heads per key-value head.
+    `devices` are those of the layers; `kinds` are the pairs that `layer_kinds` returns. `exact`:
+    pads passes so that a token's results have the same bits however many tokens a pass has.
+    `tables` has the rotations for each of `kinds`, `groups` the number of query heads per key-value
+    head.
     """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, devices: Sequence[torch.device], *, exact: bool = False
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+        *,
+        exact: bool = False,
     ) -> None:
         self.kinds, _ = layer_kinds(architecture, devices)
-        self.groups = [architecture.num_heads // (kind.kv_heads or architecture.num_kv_heads) for kind, _ in self.kinds]
+        self.groups = [
+            architecture.num_heads // (kind.kv_heads or architecture.num_kv_heads)
+            for kind, _ in self.kinds
+        ]
         self._dtype = dtype
         self._exact = exact
         self._is_recurrent = any(kind.mixer != "attention" for kind in architecture.layers)
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
-        made = {(name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named}
-        self.tables = [None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds]
+        made = {
+            (name, on): RotaryTable(architecture.rotary[name], on, rounded) for name, on in named
+        }
+        self.tables = [
+            None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds
+        ]
         fits = architecture.score_cap is None and not architecture.sinks and not exact
         largest = max(kind.head_size or architecture.head_size for kind, _ in self.kinds)
-        self._has_causal = fits and all(has_causal_kernel(on, dtype, largest) for _, on in self.kinds)
+        self._has_causal = fits and all(
+            has_causal_kernel(on, dtype, largest) for _, on in self.kinds
+        )
 
     def __call__(self, forward_pass: ForwardPass) -> PassInputs:
-        """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a `KVBuffer`."""
-        cache, first, last = forward_pass.cache, forward_pass.first, forward_pass.last
+        """Returns the inputs of a forward pass of a `ModelRunner`. The pass's cache is a
+        `KVBuffer`."""
+        cache = forward_pass.cache
+        first = forward_pass.first
+        last = forward_pass.last
         assert isinstance(cache, KVBuffer)
         inputs = self._of_pass(forward_pass, cache, first, last)
-        return self.with_steps(inputs, forward_pass, cache.recurrent) if self._is_recurrent else inputs
+        return (
+            self.with_steps(inputs, forward_pass, cache.recurrent) if self._is_recurrent else inputs
+        )
 
-    def with_steps(self, inputs: PassInputs, forward_pass: ForwardPass, states: RecurrentStates) -> PassInputs:
+    def with_steps(
+        self, inputs: PassInputs, forward_pass: ForwardPass, states: RecurrentStates
+    ) -> PassInputs:
         """Returns the inputs with those of recurrent layers."""
         return inputs._replace(steps=Steps(forward_pass, self.kinds[0][1]), states=states)
 
-    def _of_pass(self, forward_pass: ForwardPass, cache: KVBuffer, first: int, last: int) -> PassInputs:
+    def _of_pass(
+        self, forward_pass: ForwardPass, cache: KVBuffer, first: int, last: int
+    ) -> PassInputs:
         if forward_pass.is_chain:
             return self.of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
-        rows, made = last - first, []
+        rows = last - first
+        made = []
         sights = {device: sight_of_pass(forward_pass, device) for _, device in self.kinds}
         entries = cache.entries(first, last, 0, last)
         for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
-            sight, rotation = sights[device], None
+            sight = sights[device]
+            rotation = None
             if table is not None:
                 rotation = table.gather(sight.positions, forward_pass.long_rope, last)[:, None]
             mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
-    def of_chain(self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False) -> PassInputs:
-        """Returns the inputs of a pass over the tokens `first` to `last` - 1 of a chain; without a cache they see only each
-        other."""
-        rows, end, made = last - first, last, []
+    def of_chain(
+        self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False
+    ) -> PassInputs:
+        """Returns the inputs of a pass over the tokens `first` to `last` - 1 of a chain; without a
+        cache they see only each other."""
+        rows = last - first
+        end = last
+        made = []
         if exact:
             rows = self.padded(rows)
             end = -(-(first + rows) // KEY_BLOCK) * KEY_BLOCK
         for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
-            start = 0 if kind.window is None or exact or cache is None else max(0, first + 1 - kind.window)
-            rotation = None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
-            sees_all = rows == 1 or not (kind.causal or (kind.window is not None and last > kind.window))
+            start = (
+                0
+                if kind.window is None or exact or cache is None
+                else max(0, first + 1 - kind.window)
+            )
+            rotation = (
+                None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
+            )
+            sees_all = rows == 1 or not (
+                kind.causal or (kind.window is not None and last > kind.window)
+            )
             if sees_all:  # a token alone sees all keys: those that its window excludes are not read
                 mask = None
             elif self._has_causal and (kind.window is None or last <= kind.window):
@@ -153,27 +213,38 @@ class InputMaker:
                 mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))
-        return PassInputs(rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact)
+        return PassInputs(
+            rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact
+        )
 
     def padded(self, count: int) -> int:
-        """Returns the number of rows, padding included, with which `count` tokens are run; `count` itself unless the model is
-        exact."""
+        """Returns the number of rows, padding included, with which `count` tokens are run; `count`
+        itself unless the model is exact."""
         return -(-count // EXACT_ROWS) * EXACT_ROWS if self._exact else count
 
     def with_padding(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
-        """Returns hidden states [n, width] padded with zeros to [`rows`, width]; the same tensor if it has this size already."""
+        """Returns hidden states [n, width] padded with zeros to [`rows`, width]; the same tensor if
+        it has this size already."""
         return hidden if hidden.shape[0] == rows else pad(hidden, (0, 0, 0, rows - hidden.shape[0]))
 
     def batched(self, batch: BatchPass) -> PassInputs:
-        """Returns the inputs of a pass over several sequences. If the pass has a cache, it is a `KVBuffer` for as many
-        sequences."""
+        """Returns the inputs of a pass over several sequences. If the pass has a cache, it is a
+        `KVBuffer` for as many sequences."""
         sequences, tokens = batch.ids.shape
-        keys, cache = batch.key_positions.shape[1], batch.cache
+        keys = batch.key_positions.shape[1]
+        cache = batch.cache
         entries = None if cache is None else cache.entries(keys - tokens, keys, 0, keys)
-        last = int(batch.key_positions.max()) + 1  # found once for all tables: a GPU has to be waited for
+        # found once for all tables: a GPU has to be waited for
+        last = int(batch.key_positions.max()) + 1
         given = ~batch.visible, batch.positions, batch.key_positions
-        sights = {on: Sight(*(move(part, on) for part in given)) for on in {device for _, device in self.kinds}}
-        masks = {(kind.window, on): sights[on].mask(kind.window, self._dtype)[:, None] for kind, on in self.kinds}
+        sights = {
+            on: Sight(*(move(part, on) for part in given))
+            for on in {device for _, device in self.kinds}
+        }
+        masks = {
+            (kind.window, on): sights[on].mask(kind.window, self._dtype)[:, None]
+            for kind, on in self.kinds
+        }
         made = []
         for (kind, device), table in zip(self.kinds, self.tables, strict=True):
             rotation = None
@@ -181,4 +252,6 @@ class InputMaker:
                 is_long = last > (table.long_boundary or last)
                 rotation = table.gather(sights[device].positions.flatten(), is_long, last)[:, None]
             made.append(KindInputs(rotation, masks[kind.window, device], entries))
-        return PassInputs(tokens, tokens, made, sequences, 0 if cache is None else cache.first_layer)
+        return PassInputs(
+            tokens, tokens, made, sequences, 0 if cache is None else cache.first_layer
+        )

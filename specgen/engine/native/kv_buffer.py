@@ -1,4 +1,5 @@
-"""The native decoder's KV cache: buffers for all layers, written at a position. Rolling back only sets a length."""
+"""The native decoder's KV cache: buffers for all layers, written at a position. Rolling back only
+sets a length."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import torch
 from specgen.engine.devices import move, release, upload
 from specgen.engine.native.recurrence import RecurrentStates
 
-_ALIGNMENT = 64  # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
+# tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
+_ALIGNMENT = 64
 
 
 class LayerEntries(NamedTuple):
     """The views of one layer's KV cache for one forward pass over n tokens.
 
-    `written` [2, kv heads, n, head size] is where the keys (index 0) and values (1) of the n tokens are written. `keys` and
-    `values` [kv heads, m, head size] are what attention reads, the n tokens included.
+    `written` [2, kv heads, n, head size] is where the keys (index 0) and values (1) of the n tokens
+    are written. `keys` and `values` [kv heads, m, head size] are what attention reads, the n tokens
+    included.
     """
 
     written: torch.Tensor
@@ -28,14 +31,16 @@ class LayerEntries(NamedTuple):
 class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros.
 
-    `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer for each of these and each
-    device. `parts` are these buffers, [layers, 2, kv heads, capacity, head size]; a cache for several `sequences` has the key-
-    value heads of all of them, one sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
-    model of the first of them. `keys_and_values` returns entries on the device `reader`, by default the first layer's. Layers
-    with a sliding window keep all entries too, so that a rollback is possible. Entries after the first `length` are not used
-    before they are written again: masks hide them, and they are finite, so they do not change what attention computes. `owners`
-    has for each layer the index, from `first_layer` on, of the one whose entries it gets (None: all have their own). `recurrent`
-    has the records of recurrent layers.
+    `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer
+    for each of these and each device. `parts` are these buffers, [layers, 2, kv heads, capacity,
+    head size]; a cache for several `sequences` has the key- value heads of all of them, one
+    sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
+    model of the first of them. `keys_and_values` returns entries on the device `reader`, by default
+    the first layer's. Layers with a sliding window keep all entries too, so that a rollback is
+    possible. Entries after the first `length` are not used before they are written again: masks
+    hide them, and they are finite, so they do not change what attention computes. `owners` has for
+    each layer the index, from `first_layer` on, of the one whose entries it gets (None: all have
+    their own). `recurrent` has the records of recurrent layers.
     """
 
     def __init__(
@@ -49,8 +54,11 @@ class KVBuffer:
         reader: torch.device | None = None,
         owners: Sequence[int] | None = None,
     ) -> None:
-        self.length, self.capacity, self.first_layer = 0, 64, first_layer
-        self._reader, self.recurrent = reader or devices[0], RecurrentStates()
+        self.length = 0
+        self.capacity = 64
+        self.first_layer = first_layer
+        self._reader = reader or devices[0]
+        self.recurrent = RecurrentStates()
         owners = range(len(devices)) if owners is None else owners
         of_parts: dict[tuple[torch.device, tuple[int, int]], list[int]] = {}
         for layer in dict.fromkeys(owners):
@@ -61,10 +69,15 @@ class KVBuffer:
         self._kv_heads = [kv_heads for _, (kv_heads, _) in of_parts]
         self.parts = []
         for (device, (kv_heads, size)), layers in of_parts.items():
-            self.parts.append(torch.zeros(len(layers), 2, sequences * kv_heads, 0, size, dtype=dtype, device=device))
+            self.parts.append(
+                torch.zeros(
+                    len(layers), 2, sequences * kv_heads, 0, size, dtype=dtype, device=device
+                )
+            )
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
-        """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1 and reads `start` to `end` - 1.
+        """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1
+        and reads `start` to `end` - 1.
 
         Enlarges the buffers if necessary.
         """
@@ -73,14 +86,17 @@ class KVBuffer:
         made: list[LayerEntries] = []
         for data in self.parts:
             keys, values = data[:, :, :, start:end].unbind(1)
-            made += map(LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0))
+            made += map(
+                LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)
+            )
         return made if self._is_in_order else [made[slot] for slot in self._slots]
 
     def keys_and_values(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys and the values of a layer's first `count` entries, each [kv heads, `count`, head size]; keys are
-        rotated.
+        """Returns the keys and the values of a layer's first `count` entries, each [kv heads,
+        `count`, head size]; keys are rotated.
 
-        They are on the device `reader` of this cache: views, or copies if the layer is on another device.
+        They are on the device `reader` of this cache: views, or copies if the layer is on another
+        device.
         """
         layer = self._slots[layer - self.first_layer]
         for data in self.parts:
@@ -95,7 +111,8 @@ class KVBuffer:
         return self.recurrent.restorable(length)
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the entries at `indices`, which are ascending, to `start`, `start + 1`, ... in every layer."""
+        """Moves the entries at `indices`, which are ascending, to `start`, `start + 1`, ... in
+        every layer."""
         self.recurrent.gather(indices, start)
         count = len(indices)
         for data in self.parts:
@@ -109,15 +126,17 @@ class KVBuffer:
         self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:
-        """Copies the valid entries to new buffers with room for `needed` tokens, and at least for `capacity` and twice the old
-        number.
+        """Copies the valid entries to new buffers with room for `needed` tokens, and at least for
+        `capacity` and twice the old number.
 
         Static passes that were made for the old buffers become invalid.
         """
-        capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])  # doubled: few copies as it grows
+        # doubled: few copies as it grows
+        capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
         grown = []
-        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be written outside it
+        # tensors made in inference mode could not be written outside it
+        with torch.inference_mode(False), torch.no_grad():
             for old in self.parts:
                 larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
                 larger[:, :, :, : self.length] = old[:, :, :, : self.length]

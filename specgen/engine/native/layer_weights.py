@@ -1,7 +1,8 @@
 """The tensors of a model's files by layer, and the weights that the native decoder makes of them.
 
-Matrices that read the same input are fused, with the weights of the norm before them and the score scale folded in. All
-operations can be differentiated, so an exit layer is trained through them. Names have no prefix `model.`, which most files have.
+Matrices that read the same input are fused, with the weights of the norm before them and the score
+scale folded in. All operations can be differentiated, so an exit layer is trained through them.
+Names have no prefix `model.`, which most files have.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.native.architecture import Architecture, Recurrent
-from specgen.engine.native.mlp import ExpertWeights, MLPWeights, expert_shapes, expert_weights, scaled, stacked
+from specgen.engine.native.mlp import (
+    ExpertWeights,
+    MLPWeights,
+    expert_shapes,
+    expert_weights,
+    scaled,
+    stacked,
+)
 from specgen.engine.weights import Take, bias_of
 
 EMBEDDING = "embed_tokens.weight"
@@ -26,13 +34,15 @@ _BLOCKS = {"delta": "linear_attn.", "conv": "conv."}  # of recurrent mixers
 
 
 class LayerTensors(NamedTuple):
-    """The names of one layer's weights in a model's files. The bias of a weight is called `bias_of(name)`.
+    """The names of one layer's weights in a model's files. The bias of a weight is called
+    `bias_of(name)`.
 
-    `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP, `attention_post_norm` and `mlp_post_norm`
-    those of their output; None: there is no such norm. `qkv` names the weights of queries, keys and values, or one weight with
-    all their rows in this order (without keys of its own, a layer has queries alone); `gate_up` those of gate and up
-    projection, or one with the rows of both. `scalar` is the factor of the layer's output. `per_layer` names the
-    weights `LayerWeights.per_layer`.
+    `attention_norm` and `mlp_norm` are the norms of the input of attention and MLP,
+    `attention_post_norm` and `mlp_post_norm` those of their output; None: there is no such norm.
+    `qkv` names the weights of queries, keys and values, or one weight with all their rows in this
+    order (without keys of its own, a layer has queries alone); `gate_up` those of gate and up
+    projection, or one with the rows of both. `scalar` is the factor of the layer's output.
+    `per_layer` names the weights `LayerWeights.per_layer`.
     """
 
     attention_norm: str | None
@@ -51,11 +61,11 @@ class LayerTensors(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads, then key heads, then value
-    heads, then gates, if there are any.
+    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads,
+    then key heads, then value heads, then gates, if there are any.
 
-    `qk_norm` [n, head size] has the weights of the norms of the first n heads, of queries and keys, or of values too; None: there
-    are none.
+    `qk_norm` [n, head size] has the weights of the norms of the first n heads, of queries and keys,
+    or of values too; None: there are none.
     """
 
     qkv: torch.Tensor
@@ -67,11 +77,13 @@ class AttentionWeights(NamedTuple):
 
 
 class RecurrentWeights(NamedTuple):
-    """The weights of a recurrent mixer. Matrices are [out, in]; `inputs` has the rows of all that is projected from the input.
+    """The weights of a recurrent mixer. Matrices are [out, in]; `inputs` has the rows of all that
+    is projected from the input.
 
-    `convolution` is [channels, kernel size]. Those of the delta rule alone are in float32: `decay_rates` [heads], the negative
-    factors of the logarithms of decays, the bias of their time steps `step_bias` [heads], and the weights of the norm of each
-    head's output, `norm` [value size].
+    `convolution` is [channels, kernel size]. Those of the delta rule alone are in float32:
+    `decay_rates` [heads], the negative factors of the logarithms of decays, the bias of their time
+    steps `step_bias` [heads], and the weights of the norm of each head's output, `norm` [value
+    size].
     """
 
     inputs: torch.Tensor
@@ -86,11 +98,13 @@ class RecurrentWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their outputs (None: there are none).
+    """The weights of one layer: those of its mixer, those of its MLP, and the norms of their
+    outputs (None: there are none).
 
-    `per_layer` are the weights `gate` [size of e, width], `projection` [width, size of e] and `norm` [width] that add the layer's
-    own embedding e of the token to its output x: x + norm RMSNorm(projection (act(gate x) e)). Empty: the layer has no such
-    embedding. `scalar` is the factor of the layer's output.
+    `per_layer` are the weights `gate` [size of e, width], `projection` [width, size of e] and
+    `norm` [width] that add the layer's own embedding e of the token to its output x: x + norm
+    RMSNorm(projection (act(gate x) e)). Empty: the layer has no such embedding. `scalar` is the
+    factor of the layer's output.
     """
 
     mixer: AttentionWeights | RecurrentWeights
@@ -104,17 +118,24 @@ class LayerWeights(NamedTuple):
 def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     """Returns the names of the weights of layer `index`."""
     layer = f"layers.{index}."
-    attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
-    pre, post, is_fused = architecture.pre_norms, architecture.post_norms, architecture.model_type == "phi3"
+    attention = f"{layer}self_attn."
+    mlp = f"{layer}mlp."
+    pre = architecture.pre_norms
+    post = architecture.post_norms
+    is_fused = architecture.model_type == "phi3"
     mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
-    qkv, output = tuple(f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))), "o_proj"
+    qkv = tuple(
+        f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))
+    )
+    output = "o_proj"
     kind = architecture.layers[index]
     mixer = kind.mixer
     has_keys = kind.owner is None
     if architecture.shared_projection and kind.window is None:
         qkv = *qkv[:2], qkv[1]
     if architecture.recurrent is not None and mixer != "attention":
-        attention, output = f"{layer}{_BLOCKS[mixer]}", "out_proj"
+        attention = f"{layer}{_BLOCKS[mixer]}"
+        output = "out_proj"
         projected = architecture.recurrent.projections if mixer == "delta" else ("",)
         qkv = tuple(f"{attention}in_proj{name}.weight" for name in projected)
     has_qk_norm = architecture.qk_norm is not None and mixer == "attention"
@@ -128,31 +149,50 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
         k_norm=f"{attention}k_norm.weight" if has_qk_norm and has_keys else None,
         sinks=f"{attention}sinks" if architecture.sinks else None,
         output=f"{attention}{output}.weight",
-        gate_up=tuple(f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))),
+        gate_up=tuple(
+            f"{mlp}{name}_proj.weight" for name in (("gate_up",) if is_fused else ("gate", "up"))
+        ),
         down=f"{mlp}down_proj.weight",
         scalar=f"{layer}layer_scalar" if architecture.layer_scalars else None,
-        per_layer=tuple(f"{layer}{name}.weight" for name in _PER_LAYER) if architecture.per_layer_size else (),
+        per_layer=tuple(f"{layer}{name}.weight" for name in _PER_LAYER)
+        if architecture.per_layer_size
+        else (),
     )
 
 
 def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor of layer `index` by name, biases included."""
     architecture = architecture.of_layer(index)
-    names, width, inner = layer_tensors(architecture, index), architecture.hidden_size, architecture.intermediate_size
-    heads, kv_heads = (count * architecture.head_size for count in (architecture.num_heads, architecture.num_kv_heads))
+    names = layer_tensors(architecture, index)
+    width = architecture.hidden_size
+    inner = architecture.intermediate_size
+    heads, kv_heads = (
+        count * architecture.head_size
+        for count in (architecture.num_heads, architecture.num_kv_heads)
+    )
     query_rows = heads * (2 if architecture.gated_attention else 1)
-    qkv_rows: tuple[int, ...] = (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
-    read, mixer_bias, output_bias = heads, architecture.qkv_bias, architecture.output_bias
-    inner_rows, mlp_bias = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner), architecture.mlp_bias
+    qkv_rows: tuple[int, ...] = (
+        (heads + 2 * kv_heads,) if len(names.qkv) == 1 else (query_rows, kv_heads, kv_heads)
+    )
+    read = heads
+    mixer_bias = architecture.qkv_bias
+    output_bias = architecture.output_bias
+    inner_rows = (2 * inner,) if len(names.gate_up) == 1 else (inner, inner)
+    mlp_bias = architecture.mlp_bias
     mlp = (names.gate_up, inner_rows, width, mlp_bias), ((names.down,), (width,), inner, mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {}
     if architecture.layers[index].mixer != "attention":
         recurrent = architecture.recurrent
         assert recurrent is not None
-        convolution, read = _convolution(architecture, index), width
-        channels, mixer_bias, output_bias, qkv_rows = width, recurrent.bias, recurrent.bias, (3 * width,)
+        convolution = _convolution(architecture, index)
+        read = width
+        channels = width
+        mixer_bias = recurrent.bias
+        output_bias = recurrent.bias
+        qkv_rows = (3 * width,)
         if architecture.layers[index].mixer == "delta":
-            channels, read = recurrent.channels, recurrent.value_heads * recurrent.value_size
+            channels = recurrent.channels
+            read = recurrent.value_heads * recurrent.value_size
             qkv_rows = tuple(recurrent.projections.values())
             block = names.output.removesuffix("out_proj.weight")
             shapes |= {f"{block}{name}": (recurrent.value_heads,) for name in ("A_log", "dt_bias")}
@@ -185,12 +225,19 @@ def layer_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int,
 
 
 def layer_weights(
-    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: float = 1.0, *, is_normed: bool = True
+    architecture: Architecture,
+    index: int,
+    take: Take,
+    dtype: torch.dtype,
+    gain: float = 1.0,
+    *,
+    is_normed: bool = True,
 ) -> LayerWeights:
     """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
-    `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms before attention and MLP (see
-    `layer.norm_gain`). `is_normed` False: the attention's input has no norm.
+    `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms
+    before attention and MLP (see `layer.norm_gain`). `is_normed` False: the attention's input has
+    no norm.
     """
     architecture = architecture.of_layer(index)
     names = layer_tensors(architecture, index)
@@ -207,7 +254,11 @@ def layer_weights(
         mlp = expert_weights(architecture, index, take, dtype, mlp_gain, gain)
     after = norm(names.attention_post_norm), norm(names.mlp_post_norm)
     own = [take(name).to(dtype) for name in names.per_layer]
-    make_mixer = _attention_weights if architecture.layers[index].mixer == "attention" else partial(_recurrent_weights, index)
+    make_mixer = (
+        _attention_weights
+        if architecture.layers[index].mixer == "attention"
+        else partial(_recurrent_weights, index)
+    )
     return LayerWeights(
         make_mixer(architecture, names, take, dtype, attention_gain),
         mlp,
@@ -219,9 +270,14 @@ def layer_weights(
 
 
 def _attention_weights(
-    architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+    architecture: Architecture,
+    names: LayerTensors,
+    take: Take,
+    dtype: torch.dtype,
+    gain: torch.Tensor | None,
 ) -> AttentionWeights:
-    """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None without one."""
+    """Returns the attention's weights. `gain` [width]: the factors of the norm before it, None
+    without one."""
     qkv, qkv_bias = stacked(names.qkv, take, architecture.qkv_bias)
     if architecture.gated_attention:
         qkv = _with_gates_last(architecture, qkv)
@@ -234,23 +290,35 @@ def _attention_weights(
     output, output_bias = stacked((names.output,), take, architecture.output_bias)
     qk_norm = None
     if names.q_norm is not None:
-        size, kv_heads = architecture.head_size, architecture.num_kv_heads
+        size = architecture.head_size
+        kv_heads = architecture.num_kv_heads
         norms = [
-            take(name).float() + architecture.norm_weight_offset for name in (names.q_norm, names.k_norm) if name is not None
+            take(name).float() + architecture.norm_weight_offset
+            for name in (names.q_norm, names.k_norm)
+            if name is not None
         ]
         counts = [1, 1] if architecture.qk_norm == "all" else [architecture.num_heads, kv_heads]
-        norms = [norm.view(-1, size).repeat(count, 1) for norm, count in zip(norms, counts, strict=False)]
+        norms = [
+            norm.view(-1, size).repeat(count, 1) for norm, count in zip(norms, counts, strict=False)
+        ]
         norms[0] *= architecture.attention_scale
         qk_norm = torch.cat(norms)[:, head_order(architecture, norms[0].device)]
         if architecture.qk_norm == "values":
             qk_norm = torch.cat((qk_norm, qk_norm.new_ones(kv_heads, size)))
     sinks = None if names.sinks is None else take(names.sinks)
-    optional = (None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks))
+    optional = (
+        None if part is None else part.to(dtype) for part in (qkv_bias, output_bias, qk_norm, sinks)
+    )
     return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
 
 
 def _recurrent_weights(
-    index: int, architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+    index: int,
+    architecture: Architecture,
+    names: LayerTensors,
+    take: Take,
+    dtype: torch.dtype,
+    gain: torch.Tensor | None,
 ) -> RecurrentWeights:
     """Returns the weights of a recurrent mixer. `gain`: see `_attention_weights`."""
     assert architecture.recurrent is not None
@@ -264,7 +332,8 @@ def _recurrent_weights(
     if architecture.layers[index].mixer == "delta":
         block = names.output.removesuffix("out_proj.weight")
         rates = -take(f"{block}A_log").float().exp()
-        step_bias, norm = take(f"{block}dt_bias").float(), take(f"{block}norm.weight").float()
+        step_bias = take(f"{block}dt_bias").float()
+        norm = take(f"{block}norm.weight").float()
     inputs = inputs if gain is None else inputs.float() * gain
     return RecurrentWeights(
         inputs.to(dtype),
@@ -280,8 +349,8 @@ def _recurrent_weights(
 
 
 def _by_sort(sizes: Recurrent, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of all queries, keys, values, output gates, update gates and steps, which in the files stand by key head:
-    the first four sorts, then the last two."""
+    """Returns the rows of all queries, keys, values, output gates, update gates and steps, which in
+    the files stand by key head: the first four sorts, then the last two."""
     values = sizes.value_heads // sizes.key_heads
     wide, narrow = rows.tensor_split([len(rows) - 2 * sizes.value_heads])
     of_heads = wide.view(sizes.key_heads, -1, rows.shape[1])
@@ -298,7 +367,11 @@ def _convolution(architecture: Architecture, index: int) -> str:
 
 
 def _mlp_weights(
-    architecture: Architecture, names: LayerTensors, take: Take, dtype: torch.dtype, gain: torch.Tensor | None
+    architecture: Architecture,
+    names: LayerTensors,
+    take: Take,
+    dtype: torch.dtype,
+    gain: torch.Tensor | None,
 ) -> MLPWeights:
     """Returns the MLP's weights. `gain`: see `_attention_weights`."""
     gate_up, gate_up_bias = stacked(names.gate_up, take, architecture.mlp_bias)
@@ -311,17 +384,21 @@ def _mlp_weights(
 
 
 def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of queries, keys, values and gates. In the files, the rows of a head's gate follow those of its query."""
+    """Returns the rows of queries, keys, values and gates. In the files, the rows of a head's gate
+    follow those of its query."""
     count = 2 * architecture.num_heads * architecture.head_size
-    queries, others = rows[:count], rows[count:]
+    queries = rows[:count]
+    others = rows[count:]
     of_heads = queries.view(architecture.num_heads, 2, architecture.head_size, *rows.shape[1:])
     return torch.cat((of_heads[:, 0].flatten(0, 1), others, of_heads[:, 1].flatten(0, 1)))
 
 
 def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of queries, keys and values with the queries scaled, unless a norm follows, and rotary pairs as
-    neighbours."""
-    heads, size, columns = architecture.num_heads, architecture.head_size, rows.shape[1]
+    """Returns the rows of queries, keys and values with the queries scaled, unless a norm follows,
+    and rotary pairs as neighbours."""
+    heads = architecture.num_heads
+    size = architecture.head_size
+    columns = rows.shape[1]
     rotated = (heads + architecture.num_kv_heads) * size
     parts = rows[:rotated].view(-1, size, columns)[:, head_order(architecture, rows.device)]
     if architecture.qk_norm is None and architecture.attention_scale != 1.0:
@@ -330,16 +407,22 @@ def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
-    """Returns the order of the numbers of a query or key head in the native decoder: for each, its index in the model's files.
+    """Returns the order of the numbers of a query or key head in the native decoder: for each, its
+    index in the model's files.
 
     Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.
     """
     order = torch.arange(architecture.head_size, device=device)
     if any(kind.rotary is not None for kind in architecture.layers):
-        order[: architecture.rotary_size] = order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
+        order[: architecture.rotary_size] = (
+            order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
+        )
     return order
 
 
-def final_norm(architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0) -> torch.Tensor:
-    """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see `layer.norm_gain`)."""
+def final_norm(
+    architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0
+) -> torch.Tensor:
+    """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see
+    `layer.norm_gain`)."""
     return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

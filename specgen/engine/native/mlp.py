@@ -22,7 +22,10 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 # of Gemma 4's mixtures: before the router and the experts, after the shared MLP and the experts
-_LATER_NORMS = (f"{name}_feedforward_layernorm_{number}.weight" for name, number in (("pre", 2), ("post", 1), ("post", 2)))
+_LATER_NORMS = (
+    f"{name}_feedforward_layernorm_{number}.weight"
+    for name, number in (("pre", 2), ("post", 1), ("post", 2))
+)
 _EXPERT_NORMS = "router.scale", *_LATER_NORMS
 _EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
     "minimax_m2": ("block_sparse_moe", "e_score_correction_bias"),
@@ -31,7 +34,8 @@ _EXPERT_BLOCKS = {  # other names of mixtures and of their bias for the choice
 
 
 class MLPWeights(NamedTuple):
-    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those of the up projection."""
+    """The weights of an MLP. Matrices are [out, in]; `gate_up` has the rows of the gate, then those
+    of the up projection."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -42,9 +46,10 @@ class MLPWeights(NamedTuple):
 class ExpertNames(NamedTuple):
     """The names of the weights of a mixture of experts.
 
-    `experts` has the names of each expert's gate, up and down matrix; if the files store all experts together, one entry with the
-    names of the two tensors. `choice_bias`, `shared` (gate, up, down), `shared_gate`, `norms` (those of `_EXPERT_NORMS`) and
-    `scales` are empty where there are none.
+    `experts` has the names of each expert's gate, up and down matrix; if the files store all
+    experts together, one entry with the names of the two tensors. `choice_bias`, `shared` (gate,
+    up, down), `shared_gate`, `norms` (those of `_EXPERT_NORMS`) and `scales` are empty where there
+    are none.
     """
 
     router: str
@@ -57,14 +62,17 @@ class ExpertNames(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of the MLP of a layer with `count` experts; each None is a part that the model's family does not have.
+    """The weights of the MLP of a layer with `count` experts; each None is a part that the model's
+    family does not have.
 
-    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts. The columns of `gate_up` are
-    the gates and then the ups; with the biases `gate_up_bias` [count, 2 x inner] and `down_bias` [count, width], they take turns.
-    `router` [count, width], its bias and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
-    `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the norm before the MLP: they are
-    already multiplied into `router`, `shared` and `shared_gate`, but not into `gate_up`. Gemma 4's mixtures also have the factors
-    `scales` [count] of the experts' outputs, and `post_norms`, the norms [width] of the outputs of `shared` and of all experts.
+    `gate_up` [count, width, 2 x inner] and `down` [count, inner, width] are those of all experts.
+    The columns of `gate_up` are the gates and then the ups; with the biases `gate_up_bias` [count,
+    2 x inner] and `down_bias` [count, width], they take turns. `router` [count, width], its bias
+    and `choice_bias` [count] are in float32. `shared` is an MLP that runs every token, and
+    `shared_gate` [1, width] gives the factor of its output. `norm` [width] has the factors of the
+    norm before the MLP: they are already multiplied into `router`, `shared` and `shared_gate`, but
+    not into `gate_up`. Gemma 4's mixtures also have the factors `scales` [count] of the experts'
+    outputs, and `post_norms`, the norms [width] of the outputs of `shared` and of all experts.
     """
 
     norm: torch.Tensor
@@ -85,10 +93,12 @@ def expert_names(architecture: Architecture, index: int) -> ExpertNames:
     """Returns the names of the weights of the mixture in layer `index`."""
     mixture = architecture.mixture
     assert mixture is not None
-    block, matrices = f"layers.{index}.mlp.", ("gate_proj", "up_proj", "down_proj")
+    block = f"layers.{index}.mlp."
+    matrices = ("gate_proj", "up_proj", "down_proj")
     choice_bias = f"{block}gate.e_score_correction_bias"
     if other := _EXPERT_BLOCKS.get(architecture.model_type):
-        block, matrices = f"layers.{index}.{other[0]}.", ("w1", "w3", "w2")
+        block = f"layers.{index}.{other[0]}."
+        matrices = ("w1", "w3", "w2")
         choice_bias = f"{block}{other[1]}"
 
     def of(part: str) -> tuple[str, ...]:
@@ -99,8 +109,16 @@ def expert_names(architecture: Architecture, index: int) -> ExpertNames:
     experts = [of(f"experts.{number}") for number in range(mixture.count)]
     if mixture.layout != "separate":
         experts = [(f"{block}experts.gate_up_proj", f"{block}experts.down_proj")]
-    router = "router.proj" if mixture.own_norms else "router" if mixture.layout == "interleaved" else "gate"
-    shared = of("mlp" if mixture.own_norms else "shared_expert" if mixture.shared_gate else "shared_experts")
+    router = (
+        "router.proj"
+        if mixture.own_norms
+        else "router"
+        if mixture.layout == "interleaved"
+        else "gate"
+    )
+    shared = of(
+        "mlp" if mixture.own_norms else "shared_expert" if mixture.shared_gate else "shared_experts"
+    )
     return ExpertNames(
         router=f"{block}{router}.weight",
         choice_bias=choice_bias if mixture.choice_bias else "",
@@ -151,11 +169,18 @@ def expert_shapes(architecture: Architecture, index: int) -> dict[str, tuple[int
 
 
 def expert_weights(
-    architecture: Architecture, index: int, take: Take, dtype: torch.dtype, gain: torch.Tensor, norm_gain: float
+    architecture: Architecture,
+    index: int,
+    take: Take,
+    dtype: torch.dtype,
+    gain: torch.Tensor,
+    norm_gain: float,
 ) -> ExpertWeights:
-    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it; without its weights: `norm_gain`.
+    """Returns the weights of a mixture. `gain` [width]: the factors of the norm before it; without
+    its weights: `norm_gain`.
 
-    Those of all experts in one tensor stay where they are, in the mapped file if that has the dtype.
+    Those of all experts in one tensor stay where they are, in the mapped file if that has the
+    dtype.
     """
     names = expert_names(architecture, index)
     mixture = architecture.mixture
@@ -169,24 +194,31 @@ def expert_weights(
             gate_up[number, :size] = take(gate_name)
             gate_up[number, size:] = take(up_name)
             down[number] = take(down_name)
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate_up = gate_up.transpose(1, 2)
+        down = down.transpose(1, 2)
     else:
         gate_up, down = (take(name).to(dtype) for name in names.experts[0])
         if mixture.layout == "fused":
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+            gate_up = gate_up.transpose(1, 2)
+            down = down.transpose(1, 2)
     gate_up_bias = down_bias = None
     if mixture.layout == "interleaved":
         gate_up_bias, down_bias = (take(f"{name}_bias").to(dtype) for name in names.experts[0])
     if names.shared:
         gate_and_up, _ = stacked(names.shared[:2], take, False)
-        shared = MLPWeights((gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None)
+        shared = MLPWeights(
+            (gate_and_up * gain).to(dtype), take(names.shared[2]).to(dtype), None, None
+        )
     if names.shared_gate:
         gate = (take(names.shared_gate).float() * gain).to(dtype)
     before = gain, gain
     scales = None
     after = []
     if names.norms:
-        own_gains = take(names.norms[0]).float() * architecture.hidden_size**-0.5, take(names.norms[1]).float()
+        own_gains = (
+            take(names.norms[0]).float() * architecture.hidden_size**-0.5,
+            take(names.norms[1]).float(),
+        )
         before = own_gains[0] * norm_gain, own_gains[1] * norm_gain
         scales = take(names.scales).float()
         after = [take(name).to(dtype) for name in names.norms[2:]]
@@ -206,8 +238,11 @@ def expert_weights(
     )
 
 
-def stacked(names: tuple[str, ...], take: Take, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the matrices with these names below each other, and their biases, None without `has_bias`."""
+def stacked(
+    names: tuple[str, ...], take: Take, has_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the matrices with these names below each other, and their biases, None without
+    `has_bias`."""
     matrices = [take(name) for name in names]
     bias = torch.cat([take(bias_of(name)) for name in names]) if has_bias else None
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias
@@ -224,7 +259,9 @@ def scaled(copy: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
 class DenseMLP:
     """The MLP activation(gate) * up. A `Branch`."""
 
-    def __init__(self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct) -> None:
+    def __init__(
+        self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct
+    ) -> None:
         self._activation = ACTIVATIONS[architecture.activation]
         self.gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
         self.output = make_product(weights.down, weights.down_bias, architecture.residual_scale)
@@ -235,11 +272,15 @@ class DenseMLP:
         return active * up if torch.is_grad_enabled() else active.mul_(up)
 
 
-def route(mixture: Mixture, logits: torch.Tensor, choice_bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the experts for n tokens, from the router's float32 `logits` [n, experts], by the rules of `mixture`.
+def route(
+    mixture: Mixture, logits: torch.Tensor, choice_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the experts for n tokens, from the router's float32 `logits` [n, experts], by the
+    rules of `mixture`.
 
-    Returns the ids of the chosen experts and the weights of their outputs, each [n, experts per token]. `choice_bias` [experts]
-    is added to the scores for the choice alone (None: there is none).
+    Returns the ids of the chosen experts and the weights of their outputs, each [n, experts per
+    token]. `choice_bias` [experts] is added to the scores for the choice alone (None: there is
+    none).
     """
     if mixture.scores == "logits":
         scores = logits
@@ -265,13 +306,17 @@ def route(mixture: Mixture, logits: torch.Tensor, choice_bias: torch.Tensor | No
 
 
 class Experts:
-    """A mixture of experts. A `Branch`, whose last product `output` does nothing, because each expert has its own.
+    """A mixture of experts. A `Branch`, whose last product `output` does nothing, because each
+    expert has its own.
 
-    The tokens of a pass are grouped by the experts that run them, so each expert's weights are read once for all its tokens.
-    Router and weighted sum are in float32, whatever the dtype. Not differentiable.
+    The tokens of a pass are grouped by the experts that run them, so each expert's weights are read
+    once for all its tokens. Router and weighted sum are in float32, whatever the dtype. Not
+    differentiable.
     """
 
-    def __init__(self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct) -> None:
+    def __init__(
+        self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct
+    ) -> None:
         assert architecture.mixture is not None
         self._mixture = architecture.mixture
         self._eps = architecture.norm_eps
@@ -297,14 +342,18 @@ class Experts:
         shared = self._shared.output(self._shared(x, inputs))
         if weights.post_norms:
             outputs = zip((shared, mixed), weights.post_norms, strict=True)
-            shared, mixed = (functional.rms_norm(output, norm.shape, norm, self._eps) for output, norm in outputs)
+            shared, mixed = (
+                functional.rms_norm(output, norm.shape, norm, self._eps) for output, norm in outputs
+            )
         if weights.shared_gate is not None:
             shared *= (x @ weights.shared_gate.t()).sigmoid_()
         return mixed.add_(shared)
 
     def _mixed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns the weighted sum, in float32, of what the experts `ids` make of the hidden states `x` [n, width]."""
-        own, count = self._weights, self._mixture.count
+        """Returns the weighted sum, in float32, of what the experts `ids` make of the hidden states
+        `x` [n, width]."""
+        own = self._weights
+        count = self._mixture.count
         flat = ids.flatten()
         order = flat.argsort()  # by expert
         rows = order // ids.shape[1]

@@ -1,6 +1,8 @@
-"""The native decoder: one implementation for all Llama-like families, driven by what config.json says.
+"""The native decoder: one implementation for all Llama-like families, driven by what config.json
+says.
 
-`load_native` builds a model from its safetensors files, one layer after the other, so that no weight is in memory twice for long.
+`load_native` builds a model from its safetensors files, one layer after the other, so that no
+weight is in memory twice for long.
 """
 
 from __future__ import annotations
@@ -17,25 +19,48 @@ import torch
 from specgen.base.measuring import prefill_reports
 from specgen.base.types import Context
 from specgen.engine.devices import inference, move
-from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import (
+    NO_NODES,
+    BatchPass,
+    ForwardFunction,
+    ForwardPass,
+    HiddenSource,
+    LayerPart,
+    ModelOutput,
+)
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, EXIT_HEAD, FINAL_NORM, HEAD, final_norm, layer_shapes, layer_weights
+from specgen.engine.native.layer_weights import (
+    EMBEDDING,
+    EXIT_HEAD,
+    FINAL_NORM,
+    HEAD,
+    final_norm,
+    layer_shapes,
+    layer_weights,
+)
 from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
 
 
 class OwnEmbeddings:
-    """The embeddings of tokens for each layer (Gemma 4): (`norm` RMSNorm(M x / sqrt(width)) + sqrt(size) E[token]) / sqrt(2).
+    """The embeddings of tokens for each layer (Gemma 4): (`norm` RMSNorm(M x / sqrt(width)) +
+    sqrt(size) E[token]) / sqrt(2).
 
-    x is the model's embedding of the token. `table` [vocabulary, layers * size] is E, in any dtype; `projection` computes
-    M x / sqrt(width), and `norm` is [size].
+    x is the model's embedding of the token. `table` [vocabulary, layers * size] is E, in any dtype;
+    `projection` computes M x / sqrt(width), and `norm` is [size].
     """
 
-    def __init__(self, architecture: Architecture, table: torch.Tensor, projection: Product, norm: torch.Tensor) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        table: torch.Tensor,
+        projection: Product,
+        norm: torch.Tensor,
+    ) -> None:
         self._shape = architecture.num_layers, architecture.per_layer_size
         self._table = table
         self._projection = projection
@@ -43,23 +68,36 @@ class OwnEmbeddings:
         self._eps = architecture.norm_eps
 
     def __call__(self, ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model are [n, width]."""
+        """Returns the embeddings [n, layers, size] of n token `ids`, whose embeddings in the model
+        are [n, width]."""
         device = self._table.device
-        own = self._table.index_select(0, move(ids, device)).to(embeddings.dtype).view(-1, *self._shape)
+        own = (
+            self._table.index_select(0, move(ids, device))
+            .to(embeddings.dtype)
+            .view(-1, *self._shape)
+        )
         mixed = self._projection(move(embeddings, device)).view(-1, *self._shape)
         mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
         return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
 
 
-_LEAST_RETURNED = 1 << 27  # bytes of weights; memory that is returned has to be cleared again for the next layers
-_OWN = tuple(f"{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"))
+# bytes of weights; memory that is returned has to be cleared again for the next layers
+_LEAST_RETURNED = 1 << 27
+_OWN = tuple(
+    f"{name}.weight"
+    for name in (
+        "embed_tokens_per_layer",
+        "per_layer_model_projection",
+        "per_layer_projection_norm",
+    )
+)
 
 
 class NativeParts(NamedTuple):
     """The weights of a native model outside of its layers.
 
-    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the final norm's weight times the
-    model's `norm_gain`.
+    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the
+    final norm's weight times the model's `norm_gain`.
     """
 
     embedding: torch.Tensor
@@ -71,11 +109,12 @@ class NativeParts(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads passes so that in drafts
-    without branches a token's logits have the same bits whichever tokens are run with it. `captures` makes the functions that
-    `forward` returns run short passes as CUDA graphs (see `graphs`); None: no graphs.
-    `layer_devices` has the device of each layer if they are on several. The embedding may be on another device than the norm and
-    the head; the model's `device`, where all outputs are, is that of the norm and the head.
+    `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads
+    passes so that in drafts without branches a token's logits have the same bits whichever tokens
+    are run with it. `captures` makes the functions that `forward` returns run short passes as CUDA
+    graphs (see `graphs`); None: no graphs. `layer_devices` has the device of each layer if they are
+    on several. The embedding may be on another device than the norm and the head; the model's
+    `device`, where all outputs are, is that of the norm and the head.
     """
 
     def __init__(
@@ -103,14 +142,20 @@ class NativeModel:
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer:
-        """Returns an empty KV cache for the layers with these indices (None: all), for this number of sequences."""
+        """Returns an empty KV cache for the layers with these indices (None: all), for this number
+        of sequences."""
         layers = range(len(self.layer_devices)) if layers is None else layers
-        made, devices = self.architecture, self.layer_devices[layers.start : layers.stop]
+        made = self.architecture
+        devices = self.layer_devices[layers.start : layers.stop]
         options: dict[str, int] = {"first_layer": layers.start, "sequences": sequences}
         kinds = made.layers[layers.start : layers.stop]
-        sizes = [(kind.kv_heads or made.num_kv_heads, kind.head_size or made.head_size) for kind in kinds]
+        sizes = [
+            (kind.kv_heads or made.num_kv_heads, kind.head_size or made.head_size) for kind in kinds
+        ]
         # recurrent layers get entries of any layer
-        any_owner = next((index for index, kind in enumerate(kinds) if kind.mixer == "attention"), 0)
+        any_owner = next(
+            (index for index, kind in enumerate(kinds) if kind.mixer == "attention"), 0
+        )
         owners = []
         for index, kind in enumerate(kinds):
             own = index if kind.mixer == "attention" else any_owner
@@ -128,24 +173,30 @@ class NativeModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs some of the layers, short passes as static ones if there are `captures`; see
-        `engine.model.Model`."""
+        """Returns a function that runs some of the layers, short passes as static ones if there are
+        `captures`; see `engine.model.Model`."""
         forward = NativeForward(self, layers, inputs, taps, with_head=with_head)
-        function: ForwardFunction = forward if self.captures is None else self.captures.wrapped(forward)
+        function: ForwardFunction = (
+            forward if self.captures is None else self.captures.wrapped(forward)
+        )
         return function
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the n tokens `ids`, as a new tensor on the embedding's device."""
+        """Returns the embeddings [n, width] of the n tokens `ids`, as a new tensor on the
+        embedding's device."""
         if len(ids) > 1:
             return self._embedded(torch.tensor(ids))
-        return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))  # saves 1.5 % of a small draft's pass
+        # saves 1.5 % of a small draft's pass
+        return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on the model's device."""
+        """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on
+        the model's device."""
         return move(self._embedded(ids), self.device).view(*ids.shape, -1)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [n, width] of n token ids of any shape, on the embedding's device."""
+        """Returns the embeddings [n, width] of n token ids of any shape, on the embedding's
+        device."""
         table = self.parts.embedding
         return self.scaled(table.index_select(0, move(ids.flatten(), table.device)).to(self.dtype))
 
@@ -153,13 +204,14 @@ class NativeModel:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
     def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts) -> ModelOutput:
-        """Returns the output for hidden states [n, width] after the last layer: logits, and hidden states after the final
-        norm."""
+        """Returns the output for hidden states [n, width] after the last layer: logits, and hidden
+        states after the final norm."""
         states = self.norm(hidden) * parts.norm
         return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
 
     def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm."""
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n,
+        width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
         logits = self.parts.head(padded)[: hidden.shape[0]]
         return logits if is_raw else final_logits(self.architecture, logits)
@@ -172,11 +224,14 @@ class NativeModel:
         boundary = self.shape.rope_boundary
         # layers that share keys and values do so in a cache
         cache = None if self.architecture.is_uniform else self.new_cache()
-        inputs = self.inputs.of_chain(0, len(ids), cache, boundary is not None and len(ids) > boundary)
+        inputs = self.inputs.of_chain(
+            0, len(ids), cache, boundary is not None and len(ids) > boundary
+        )
         if self.architecture.recurrent is not None:
             whole = ForwardPass(Context(ids), NO_NODES, 0, len(ids), None)
             inputs = self.inputs.with_steps(inputs, whole, RecurrentStates())
-        forward, hidden = NativeForward(self), self.embed(ids)
+        forward = NativeForward(self)
+        hidden = self.embed(ids)
         inputs = forward.with_own_embeddings(inputs, hidden, torch.tensor(ids))
         return self.norm_and_head(forward.run_layers(hidden, inputs)[0], self.parts).logits
 
@@ -189,10 +244,11 @@ class NativeModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs the first `layers` layers (None: all) on several sequences of n tokens; arguments and output as
-        `engine.model.Model.batch`."""
+        """Runs the first `layers` layers (None: all) on several sequences of n tokens; arguments
+        and output as `engine.model.Model.batch`."""
         parts = None if layers is None else [LayerPart(index) for index in range(layers)]
-        hidden, shape = self._embedded(batch.ids), batch.ids.shape
+        hidden = self._embedded(batch.ids)
+        shape = batch.ids.shape
         if batch.cache is None and not self.architecture.is_uniform:
             batch = batch._replace(cache=self.batch_cache(shape[0]))
         forward = NativeForward(self, parts, taps=taps)
@@ -205,11 +261,13 @@ class NativeModel:
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
         logits, states, *_ = self.norm_and_head(kept.flatten(0, 1), self.parts)
         assert states is not None
-        return ModelOutput(logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features)
+        return ModelOutput(
+            logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features
+        )
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
-        file.
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM
+        head, named as in an exit layer's file.
 
         Raises SpecgenError if they cannot be read from the model's files in `folder`.
         """
@@ -217,14 +275,20 @@ class NativeModel:
         first = len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
-            names = layer_shapes(self.architecture, index), layer_shapes(self.architecture, first + index)
+            names = (
+                layer_shapes(self.architecture, index),
+                layer_shapes(self.architecture, first + index),
+            )
             taken |= dict(zip(*names, strict=True))
-        taken |= {FINAL_NORM: FINAL_NORM, EXIT_HEAD: HEAD if HEAD in files or not self.architecture.tied else EMBEDDING}
+        taken |= {
+            FINAL_NORM: FINAL_NORM,
+            EXIT_HEAD: HEAD if HEAD in files or not self.architecture.tied else EMBEDDING,
+        }
         return {own: files.take(name).to(torch.float32, copy=True) for own, name in taken.items()}
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
-        layers."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding
+        and the first `kept_layers` layers."""
         none = self.parts.norm.new_empty(0, self.shape.hidden_size)
         self.layers = self.layers[:kept_layers]
         embedding = self.parts.embedding if kept_layers else none
@@ -234,8 +298,8 @@ class NativeModel:
 class NativeForward:
     """Runs some layers of a model on the forward passes of a `ModelRunner`. A `ForwardFunction`.
 
-    The arguments are those of `engine.model.Model.forward`. `parts` has the norm and the head that follow the layers; None: the
-    function ends after the layers.
+    The arguments are those of `engine.model.Model.forward`. `parts` has the norm and the head that
+    follow the layers; None: the function ends after the layers.
     """
 
     def __init__(
@@ -251,11 +315,14 @@ class NativeForward:
         self.parts = model.parts if with_head else None
         self.inputs = inputs
         self.taps = tuple(taps)
-        parts = [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
+        parts = (
+            [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
+        )
         self._layers = [(model.layers[part.layer], part) for part in parts]
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        model, count = self.model, forward_pass.last - forward_pass.first
+        model = self.model
+        count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
         hidden = self._hidden(forward_pass, inputs.rows)
         if self.model.parts.own_embeddings is not None:
@@ -267,10 +334,15 @@ class NativeForward:
         logits, states, _, features, _ = self.run(hidden, inputs, first)
         assert states is not None
         kept = slice(0 if self.parts is None else count - logits_to_keep - first, count - first)
-        return ModelOutput(logits[kept], states[kept], features=None if features is None else features[:count])
+        return ModelOutput(
+            logits[kept], states[kept], features=None if features is None else features[:count]
+        )
 
-    def with_own_embeddings(self, inputs: PassInputs, hidden: torch.Tensor, ids: torch.Tensor) -> PassInputs:
-        """Returns the inputs of a pass over token `ids` with their embeddings for each layer, if the model has such embeddings.
+    def with_own_embeddings(
+        self, inputs: PassInputs, hidden: torch.Tensor, ids: torch.Tensor
+    ) -> PassInputs:
+        """Returns the inputs of a pass over token `ids` with their embeddings for each layer, if
+        the model has such embeddings.
 
         `hidden` [n, width] enters the first of the layers that are run.
         """
@@ -281,22 +353,27 @@ class NativeForward:
         return inputs._replace(per_layer=own(ids.flatten(), embeddings))
 
     def run(self, hidden: torch.Tensor, inputs: PassInputs, first: int = 0) -> ModelOutput:
-        """Runs the layers on the hidden states [rows, width] that enter them, and norm and head on the rows from `first` on.
+        """Runs the layers on the hidden states [rows, width] that enter them, and norm and head on
+        the rows from `first` on.
 
-        Its operators can be captured in a CUDA graph. Without a head the output's logits mean nothing.
+        Its operators can be captured in a CUDA graph. Without a head the output's logits mean
+        nothing.
         """
         hidden, features = self.run_layers(hidden, inputs)
         if self.parts is None:
             return ModelOutput(hidden, hidden)
         return self.model.norm_and_head(hidden[first:], self.parts)._replace(features=features)
 
-    def run_layers(self, hidden: torch.Tensor, inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers on `hidden` [rows, width]. Returns the hidden states after them, and the features [rows, ...] for
-        `taps`, or None.
+    def run_layers(
+        self, hidden: torch.Tensor, inputs: PassInputs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Runs the layers on `hidden` [rows, width]. Returns the hidden states after them, and the
+        features [rows, ...] for `taps`, or None.
 
         Without gradients, `hidden` is changed.
         """
-        model, found = self.model, dict[int, torch.Tensor]()
+        model = self.model
+        found = dict[int, torch.Tensor]()
         for done, (layer, part) in enumerate(self._layers):
             if part.layer in self.taps:
                 found[part.layer] = hidden.clone()  # the layers change the stream in place
@@ -310,15 +387,18 @@ class NativeForward:
         return hidden, torch.cat([move(found[index], model.device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
-        """Returns the hidden states [`rows`, width] that enter the first layer; rows after the pass's tokens are padding."""
+        """Returns the hidden states [`rows`, width] that enter the first layer; rows after the
+        pass's tokens are padding."""
         if self.inputs is None:
             ids = forward_pass.ids
             return self.model.embed(ids if len(ids) == rows else ids + [0] * (rows - len(ids)))
-        return self.model.inputs.with_padding(self.inputs(forward_pass).clone(), rows)  # which others read, too
+        # which others read, too
+        return self.model.inputs.with_padding(self.inputs(forward_pass).clone(), rows)
 
 
 def final_logits(architecture: Architecture, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the logits that a model predicts with: those of its LM head's product, scaled, then capped."""
+    """Returns the logits that a model predicts with: those of its LM head's product, scaled, then
+    capped."""
     if architecture.logit_scale != 1.0:
         logits = logits * architecture.logit_scale
     if (cap := architecture.logit_cap) is not None:
@@ -340,14 +420,18 @@ def load_native(
 ) -> NativeModel:
     """Loads the model in `folder`; messages call it `name`.
 
-    `exact` is as in `NativeModel`, `quantise` as in `ProductFactory`, `wide_attention` as in `NativeLayer`. `layer_devices` has
-    the device of each layer, if they are on several: then the embedding is on the first layer's, and `device` is that of the
-    final norm and the head. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `exact` is as in `NativeModel`, `quantise` as in `ProductFactory`, `wide_attention` as in
+    `NativeLayer`. `layer_devices` has the device of each layer, if they are on several: then the
+    embedding is on the first layer's, and `device` is that of the final norm and the head. Raises
+    SpecgenError for missing, damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files, architecture = open_model(folder, name, architecture, device)
         devices = layer_devices or [device] * len(architecture.layers)
-        factories = {on: ProductFactory(on, dtype, quantise=quantise) for on in dict.fromkeys([*devices, device])}
+        factories = {
+            on: ProductFactory(on, dtype, quantise=quantise)
+            for on in dict.fromkeys([*devices, device])
+        }
         gain = norm_gain(architecture, dtype, *factories)
         # before the layers: packing needs the head twice for a moment
         parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
@@ -358,8 +442,14 @@ def load_native(
                 files.use_device(on)
             weights = layer_weights(architecture, index, files.take, dtype, gain)
             moves_to = None if layer_devices is None else on
-            options: dict[str, Any] = {"gain": gain, "device": moves_to, "wide_attention": wide_attention}
-            layers.append(NativeLayer(architecture, index, kinds[index], weights, factories[on], **options))
+            options: dict[str, Any] = {
+                "gain": gain,
+                "device": moves_to,
+                "wide_attention": wide_attention,
+            }
+            layers.append(
+                NativeLayer(architecture, index, kinds[index], weights, factories[on], **options)
+            )
             del weights
             unreturned += files.bytes // len(devices)
             if unreturned >= _LEAST_RETURNED:  # each time, opening reads the list of tensors anew
@@ -370,17 +460,33 @@ def load_native(
         files.close()
         if not files.are_copied:
             return_free_memory()
-        return NativeModel(architecture, layers, parts, dtype, norm_gain=gain, exact=exact, layer_devices=layer_devices)
+        return NativeModel(
+            architecture,
+            layers,
+            parts,
+            dtype,
+            norm_gain=gain,
+            exact=exact,
+            layer_devices=layer_devices,
+        )
 
 
-def open_model(folder: Path, name: str, architecture: Architecture, device: torch.device) -> tuple[WeightFiles, Architecture]:
-    """Opens a model's weight files. Returns them, and the architecture with the layout in which they store experts.
+def open_model(
+    folder: Path, name: str, architecture: Architecture, device: torch.device
+) -> tuple[WeightFiles, Architecture]:
+    """Opens a model's weight files. Returns them, and the architecture with the layout in which
+    they store experts.
 
-    Raises SpecgenError unless the files have the tensors that the config describes, with the right shapes, and no others that may
-    matter.
+    Raises SpecgenError unless the files have the tensors that the config describes, with the right
+    shapes, and no others that may matter.
     """
-    files, mixture = model_files(folder, name, device), architecture.mixture
-    if mixture is not None and mixture.layout == "separate" and any(key.endswith("experts.gate_up_proj") for key in files.names):
+    files = model_files(folder, name, device)
+    mixture = architecture.mixture
+    if (
+        mixture is not None
+        and mixture.layout == "separate"
+        and any(key.endswith("experts.gate_up_proj") for key in files.names)
+    ):
         architecture = replace(architecture, mixture=replace(mixture, layout="fused"))
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     for index in range(len(architecture.layers)):
@@ -389,23 +495,35 @@ def open_model(folder: Path, name: str, architecture: Architecture, device: torc
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     if size := architecture.per_layer_size:
         columns = architecture.num_layers * size
-        rows = max(files.shape(_OWN[0])[0], architecture.vocab_size)  # there may be more than the model has tokens
-        expected |= zip(_OWN, ((rows, columns), (columns, architecture.hidden_size), (size,)), strict=True)
+        # there may be more than the model has tokens
+        rows = max(files.shape(_OWN[0])[0], architecture.vocab_size)
+        expected |= zip(
+            _OWN, ((rows, columns), (columns, architecture.hidden_size), (size,)), strict=True
+        )
     files.check(expected)
     # layers without keys of their own may have unused weights in the files
     sharing = [index for index, kind in enumerate(architecture.layers) if kind.owner is not None]
-    unused = {f"layers.{index}.self_attn.{name}.weight" for index in sharing for name in ("k_proj", "v_proj", "k_norm")}
+    unused = {
+        f"layers.{index}.self_attn.{name}.weight"
+        for index in sharing
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
     files.check_no_others({*expected, *unused}, len(architecture.layers))
     return files, architecture
 
 
 def table_names(files: WeightFiles) -> tuple[str, str]:
-    """Returns the names of the two tensors with the embedding and the LM head; the same name twice if the files have only one."""
-    return HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING, HEAD if HEAD in files else EMBEDDING
+    """Returns the names of the two tensors with the embedding and the LM head; the same name twice
+    if the files have only one."""
+    return (
+        HEAD if HEAD in files and EMBEDDING not in files else EMBEDDING,
+        HEAD if HEAD in files else EMBEDDING,
+    )
 
 
 def return_free_memory() -> None:
-    """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a tenth of a model's size."""
+    """Returns freed memory to the system where the C library can (glibc), which otherwise keeps a
+    tenth of a model's size."""
     with suppress(AttributeError, OSError, TypeError):  # TypeError: Windows has no such library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -418,10 +536,12 @@ def _parts(
     gain: float,
     devices: tuple[torch.device, torch.device],
 ) -> NativeParts:
-    """Returns the embedding, on the first of the devices, and the final norm and the LM head, on the second one.
+    """Returns the embedding, on the first of the devices, and the final norm and the LM head, on
+    the second one.
 
-    A tied model's files have one of the two tables, which serves as both, or both, and then each serves its own purpose, as in
-    transformers. If the head's weight is packed, the embedding stays as it is stored: its rows are converted when they are used.
+    A tied model's files have one of the two tables, which serves as both, or both, and then each
+    serves its own purpose, as in transformers. If the head's weight is packed, the embedding stays
+    as it is stored: its rows are converted when they are used.
     """
     embedding_name, head_name = table_names(files)
     matrix = files.take(head_name).to(dtype)
@@ -430,7 +550,8 @@ def _parts(
         embedding = matrix
     else:
         del matrix
-        # mapped anew, the table takes memory only for the rows that are used, not for all that packing has read
+        # mapped anew, the table takes memory only for the rows that are used, not for all that
+        # packing has read
         files.use_device(devices[0])
         embedding = files.take(embedding_name)
         embedding = embedding.to(dtype) if files.are_copied else embedding

@@ -1,12 +1,15 @@
-"""Matrix products with a decoder's weights: torch's own, with weights packed for oneDNN, or with weights rounded to 8 or 4 bits.
+"""Matrix products with a decoder's weights: torch's own, with weights packed for oneDNN, or with
+weights rounded to 8 or 4 bits.
 
-Packed: on a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long as one. oneDNN, with the
-weight reordered once into its own block layout, is nearly as fast for 4 rows as for one, and twice as fast in bfloat16. Inductor
-compiles to these operators; torch does not document them, so they are tried once before they are used.
+Packed: on a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long
+as one. oneDNN, with the weight reordered once into its own block layout, is nearly as fast for 4
+rows as for one, and twice as fast in bfloat16. Inductor compiles to these operators; torch does not
+document them, so they are tried once before they are used.
 
-Rounded: a pass over few tokens takes as long as reading the weights from memory takes, and these are 1 byte or half a byte per
-number. Rounding is symmetric: in int8 each output row has one scale, in int4 each group of 32 numbers of a row. A draft may be
-rounded freely, because the target verifies what it drafts. torch's operators are private or differ between devices, so each is
+Rounded: a pass over few tokens takes as long as reading the weights from memory takes, and these
+are 1 byte or half a byte per number. Rounding is symmetric: in int8 each output row has one scale,
+in int4 each group of 32 numbers of a row. A draft may be rounded freely, because the target
+verifies what it drafts. torch's operators are private or differ between devices, so each is
 compared with the product of the same rounded weights before it is used.
 """
 
@@ -25,51 +28,71 @@ from specgen.base.types import QUANTISED
 
 Multiply = Callable[[Tensor], Tensor]
 GROUP = 32  # numbers that share a scale in int4
-_SMALL = 4 << 20  # bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from the cache
-_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)  # raised by operators that this torch lacks
+# bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from
+# the cache
+_SMALL = 4 << 20
+# raised by operators that this torch lacks
+_ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
 _AT_ONCE = 1 << 18  # numbers of a weight that are converted at once, in the processor's cache
-_ACTIVATION_BITS = 6  # a product has to keep at least this many bits of each activation, without the sign
+# a product has to keep at least this many bits of each activation, without the sign
+_ACTIVATION_BITS = 6
 
 
 class Product:
-    """A product with a weight [out, in]. `multiply` computes it, [n, in] -> [n, out], and adds a bias [out] if there is one.
+    """A product with a weight [out, in]. `multiply` computes it, [n, in] -> [n, out], and adds a
+    bias [out] if there is one.
 
     `scale` is the factor on the product in `add_to`, which adds it to the residual stream.
     """
 
     def __init__(self, multiply: Multiply, scale: float = 1.0) -> None:
-        self._multiply, self._scale = multiply, scale
+        self._multiply = multiply
+        self._scale = scale
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x W^T + bias: [n, in] -> [n, out]."""
         return self._multiply(x)
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """Returns hidden + scale * (x W^T + bias): [n, out], [n, in] -> [n, out]. Without gradients, `hidden` is changed."""
+        """Returns hidden + scale * (x W^T + bias): [n, out], [n, in] -> [n, out]. Without
+        gradients, `hidden` is changed."""
         product = self(x)
         if torch.is_grad_enabled():
             return torch.add(hidden, product, alpha=self._scale)
         return hidden.add_(product, alpha=self._scale)
 
 
-# Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the residual stream.
+# Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the
+# residual stream.
 MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
 
 
 class DenseProduct(Product):
     """A product with a weight in torch's own layout. Differentiable.
 
-    It keeps a reference to the weight. With `by_columns` it keeps a copy that is stored [in, out], with which products of a few
-    rows with small float32 weights take less time.
+    It keeps a reference to the weight. With `by_columns` it keeps a copy that is stored [in, out],
+    with which products of a few rows with small float32 weights take less time.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0, *, by_columns: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        *,
+        by_columns: bool = False,
+    ) -> None:
         self._transposed = weight.t().contiguous() if by_columns else weight.t()
-        self._bias, self._scale = bias, scale
+        self._bias = bias
+        self._scale = scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self._transposed) if self._bias is None else torch.addmm(self._bias, x, self._transposed)
+        return (
+            torch.mm(x, self._transposed)
+            if self._bias is None
+            else torch.addmm(self._bias, x, self._transposed)
+        )
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -80,16 +103,19 @@ class DenseProduct(Product):
 
 
 class WidenedProduct(DenseProduct):
-    """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not differentiable.
+    """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not
+    differentiable.
 
-    There, torch's product of n rows takes n times as long as that of one row. So from two rows on, parts of the weight that fit
-    into the processor's cache are converted to float32, in which products of a few rows take little more time than those of one.
+    There, torch's product of n rows takes n times as long as that of one row. So from two rows on,
+    parts of the weight that fit into the processor's cache are converted to float32, in which
+    products of a few rows take little more time than those of one.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] == 1:
             return super().__call__(x)
-        weight, x_wide = self._transposed.t(), x.float()
+        weight = self._transposed.t()
+        x_wide = x.float()
         rows = max(1, _AT_ONCE // weight.shape[1])
         total = x_wide.new_empty(x.shape[0], weight.shape[0])
         part = x_wide.new_empty(rows, weight.shape[1])
@@ -104,53 +130,70 @@ class WidenedProduct(DenseProduct):
 
 
 def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a weight that is being trained, so that no copy of it is made for speed. Differentiable."""
+    """Returns a product with a weight that is being trained, so that no copy of it is made for
+    speed. Differentiable."""
     return Product(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
 
 
 def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a copy of `weight` [out, in] that is reordered for oneDNN's fast products on a CPU. Not
-    differentiable.
+    """Returns a product with a copy of `weight` [out, in] that is reordered for oneDNN's fast
+    products on a CPU. Not differentiable.
 
-    Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for the weight's dtype.
+    Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for
+    the weight's dtype.
     """
     multiply = torch.ops.mkldnn._linear_pointwise
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)  # 8 rows; for 1, float32 stays as it is
+    # 8 rows; for 1, float32 stays as it is
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
     return Product(lambda x: multiply(x, packed, bias, "none", [], ""), scale)
 
 
 class ProductFactory:
     """Makes the products of one model, in the form that is fastest on its device.
 
-    On a CPU, weights are packed (see `packed_product`), in float32 those of 4 MB or more. If packed products fail or give wrong
-    results here, products in 16-bit dtypes are computed in float32 (`WidenedProduct`). `quantise` (`int8`, `int4`) rounds all
-    weights, if this torch has products with such weights that work.
+    On a CPU, weights are packed (see `packed_product`), in float32 those of 4 MB or more. If packed
+    products fail or give wrong results here, products in 16-bit dtypes are computed in float32
+    (`WidenedProduct`). `quantise` (`int8`, `int4`) rounds all weights, if this torch has products
+    with such weights that work.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, quantise: str | None = None) -> None:
-        self._on_cpu, self._dtype, self._quantise = device.type == "cpu", dtype, quantise
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, quantise: str | None = None
+    ) -> None:
+        self._on_cpu = device.type == "cpu"
+        self._dtype = dtype
+        self._quantise = quantise
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
         """Returns the product with `weight` [out, in] and `bias` [out]."""
-        if self._quantise is not None and (multiply := quantised(self._quantise, weight, bias)) is not None:
+        if (
+            self._quantise is not None
+            and (multiply := quantised(self._quantise, weight, bias)) is not None
+        ):
             return Product(multiply, scale)
         is_small = self._dtype == torch.float32 and weight.nbytes < _SMALL
         if self._on_cpu and not is_small and packing_works(self._dtype):
             return packed_product(weight, bias, scale)
         if self._on_cpu and self._dtype.itemsize == 2 and not weight.requires_grad:
             return WidenedProduct(weight, bias, scale)
-        return DenseProduct(weight, bias, scale, by_columns=self._on_cpu and is_small and not weight.requires_grad)
+        return DenseProduct(
+            weight, bias, scale, by_columns=self._on_cpu and is_small and not weight.requires_grad
+        )
 
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether packed products in this dtype work on this machine: compares one with torch's own for 1 and for 4 rows."""
-    generator, size = torch.Generator().manual_seed(0), 256
+    """Whether packed products in this dtype work on this machine: compares one with torch's own for
+    1 and for 4 rows."""
+    generator = torch.Generator().manual_seed(0)
+    size = 256
     weight, x = (torch.randn(rows, size, generator=generator).to(dtype) for rows in (192, 4))
-    limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps  # roundings of result and sums
+    # roundings of result and sums
+    limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps
     try:
         with torch.no_grad():
-            packed, expected = packed_product(weight), torch.nn.functional.linear(x, weight)
+            packed = packed_product(weight)
+            expected = torch.nn.functional.linear(x, weight)
             errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, 4)]
     except _ERRORS:
         return False
@@ -158,7 +201,8 @@ def packing_works(dtype: torch.dtype) -> bool:
 
 
 def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight [out, in] to int8 [out, in], with float32 scales [out], one for each row. Returns both.
+    """Rounds a weight [out, in] to int8 [out, in], with float32 scales [out], one for each row.
+    Returns both.
 
     int8 * scale differs from the weight by at most half a scale.
     """
@@ -166,16 +210,19 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
     at_once = max(1, _AT_ONCE // weight.shape[1])
     for first in range(0, weight.shape[0], at_once):
-        rows, scale = weight[first : first + at_once].float(), scales[first : first + at_once]
+        rows = weight[first : first + at_once].float()
+        scale = scales[first : first + at_once]
         torch.div(rows.abs().amax(1), 127, out=scale).clamp_min_(_TINY)
         rounded[first : first + at_once] = rows.div(scale[:, None]).round_()
     return rounded, scales
 
 
 def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight [out, in] to int8 numbers from -7 to 7 [out, in], with float32 scales [out, in / `GROUP`]. Returns both.
+    """Rounds a weight [out, in] to int8 numbers from -7 to 7 [out, in], with float32 scales [out,
+    in / `GROUP`]. Returns both.
 
-    `GROUP` neighbouring numbers of a row share a scale. Raises ValueError if `in` is no multiple of `GROUP`.
+    `GROUP` neighbouring numbers of a row share a scale. Raises ValueError if `in` is no multiple of
+    `GROUP`.
     """
     rows, columns = weight.shape
     if columns % GROUP:
@@ -186,11 +233,13 @@ def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_rounded_activations(weight: Tensor, steps: int = 127) -> Multiply:
-    """Returns a function for products on a CPU with `weight` rounded to int8, which also rounds activations to integers.
+    """Returns a function for products on a CPU with `weight` rounded to int8, which also rounds
+    activations to integers.
 
-    `steps` is the largest integer for activations, of either sign. Each row of activations is rounded by its own range, so its
-    product does not depend on the other rows. Integer instructions multiply both. Those of older processors add pairs of products
-    in 16 bits, for which 127 steps are too many and 63 are not. The operator takes torch's quantised tensors, which torch 2.13
+    `steps` is the largest integer for activations, of either sign. Each row of activations is
+    rounded by its own range, so its product does not depend on the other rows. Integer instructions
+    multiply both. Those of older processors add pairs of products in 16 bits, for which 127 steps
+    are too many and 63 are not. The operator takes torch's quantised tensors, which torch 2.13
     calls deprecated.
     """
     rounded, scales = rounded_rows(weight)
@@ -211,40 +260,53 @@ def with_rounded_activations(weight: Tensor, steps: int = 127) -> Multiply:
 
 
 def with_int8_weights(weight: Tensor) -> Multiply:
-    """Returns a function for products with `weight` rounded to int8, which computes with activations in bfloat16."""
+    """Returns a function for products with `weight` rounded to int8, which computes with
+    activations in bfloat16."""
     rounded, scales = rounded_rows(weight)
-    operator, scales = torch.ops.aten._weight_int8pack_mm, scales.to(torch.bfloat16)
+    operator = torch.ops.aten._weight_int8pack_mm
+    scales = scales.to(torch.bfloat16)
     return lambda x: operator(x.to(torch.bfloat16), rounded, scales)
 
 
 def with_int4_weights(weight: Tensor) -> Multiply:
-    """Returns a function for products with `weight` rounded to int4, which computes with activations in bfloat16.
+    """Returns a function for products with `weight` rounded to int4, which computes with
+    activations in bfloat16.
 
     `GROUP` numbers of a row share a scale.
     """
     rounded, scales = rounded_groups(weight)
-    numbers, operators = rounded.to(torch.int32) + 8, torch.ops.aten
+    numbers = rounded.to(torch.int32) + 8
+    operators = torch.ops.aten
     if weight.device.type == "cpu":
         packed = operators._convert_weight_to_int4pack_for_cpu(numbers, 1)
         operator = operators._weight_int4pack_mm_for_cpu
     else:
-        packed = operators._convert_weight_to_int4pack((numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8), 8)
+        packed = operators._convert_weight_to_int4pack(
+            (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8), 8
+        )
         operator = operators._weight_int4pack_mm
-    pairs = torch.stack((scales, torch.zeros_like(scales)), 2).transpose(0, 1).contiguous().to(torch.bfloat16)
+    pairs = (
+        torch.stack((scales, torch.zeros_like(scales)), 2)
+        .transpose(0, 1)
+        .contiguous()
+        .to(torch.bfloat16)
+    )
     return lambda x: operator(x.to(torch.bfloat16), packed, GROUP, pairs)
 
 
 def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
-    """Returns the bytes of a weight rounded to `kind` (`int8`, `int4`), scales included, of so many numbers and output rows."""
+    """Returns the bytes of a weight rounded to `kind` (`int8`, `int4`), scales included, of so many
+    numbers and output rows."""
     return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
 
 
 def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
-    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`) and adds `bias`.
+    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`)
+    and adds `bias`.
 
-    A weight that cannot be rounded to int4 (in groups) is rounded to int8; returns None if that is not possible either. The
-    choice depends on the device and the weight, not on timings, so that the draft's probabilities are the same in all processes.
-    Not differentiable.
+    A weight that cannot be rounded to int4 (in groups) is rounded to int8; returns None if that is
+    not possible either. The choice depends on the device and the weight, not on timings, so that
+    the draft's probabilities are the same in all processes. Not differentiable.
     """
     for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
         prepare, _ = _working(tried, weight.device.type)
@@ -260,7 +322,8 @@ def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def refusal(kind: str, device: torch.device) -> str | None:
-    """Returns why products with weights rounded to `kind` (`int8`, `int4`) do not work on this device; None if they do.
+    """Returns why products with weights rounded to `kind` (`int8`, `int4`) do not work on this
+    device; None if they do.
 
     The first call tries them.
     """
@@ -269,9 +332,11 @@ def refusal(kind: str, device: torch.device) -> str | None:
 
 @cache
 def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
-    """Returns a function that prepares products with rounded weights on this device (`cpu`, `cuda`), and None.
+    """Returns a function that prepares products with rounded weights on this device (`cpu`,
+    `cuda`), and None.
 
-    If no such products give right results, returns None and the reason why the last one that was tried does not.
+    If no such products give right results, returns None and the reason why the last one that was
+    tried does not.
     """
     tried = [with_int8_weights if kind == "int8" else with_int4_weights]
     if (kind, device) == ("int8", "cpu"):
@@ -290,9 +355,11 @@ def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | Non
 
 @cache
 def rows_are_independent(kind: str, device: torch.device) -> bool:
-    """Whether a row of a product with rounded weights has the same bits whichever rows are multiplied with it. Tries 2 to 9
-    rows."""
-    multiply = quantised(kind, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device))
+    """Whether a row of a product with rounded weights has the same bits whichever rows are
+    multiplied with it. Tries 2 to 9 rows."""
+    multiply = quantised(
+        kind, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    )
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).to(device)
     if multiply is None:
         return False
@@ -304,18 +371,26 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
     """Compares products of 1 and 5 rows with those of the same rounded weights in float64."""
     generator = torch.Generator().manual_seed(0)
     weight, inputs = (torch.randn(rows, 256, generator=generator) for rows in (128, 5))
-    weight[0], inputs[0] = 1.0, 1.0  # the largest sum there can be
-    multiply, exact = prepare(weight.to(device)), restored(kind, weight)
+    # the largest sum there can be
+    weight[0] = 1.0
+    inputs[0] = 1.0
+    multiply = prepare(weight.to(device))
+    exact = restored(kind, weight)
     for x in (inputs[:1], inputs):
-        found, expected = multiply(x.to(device)).cpu().double(), x.double() @ exact.T
+        found = multiply(x.to(device)).cpu().double()
+        expected = x.double() @ exact.T
         step = x.abs().amax(1, keepdim=True).double() * 2.0**-_ACTIVATION_BITS
-        limit = step * exact.norm(dim=1).max() / sqrt(12) * 6  # six standard deviations of the rounding of activations
+        # six standard deviations of the rounding of activations
+        limit = step * exact.norm(dim=1).max() / sqrt(12) * 6
         if not bool(((found - expected).abs() <= limit + 0.01 * expected.abs()).all()):
             return False
     return True
 
 
 def restored(kind: str, weight: Tensor) -> Tensor:
-    """Returns what becomes of a weight [out, in] by rounding to `kind` (`int8`, `int4`), as float64."""
+    """Returns what becomes of a weight [out, in] by rounding to `kind` (`int8`, `int4`), as
+    float64."""
     numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
-    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(1 if kind == "int8" else GROUP, 1)
+    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(
+        1 if kind == "int8" else GROUP, 1
+    )

@@ -1,8 +1,10 @@
-"""Block heads: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147), which draft a block in one pass.
+"""Block heads: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147), which
+draft a block in one pass.
 
-The head's layers attend to the context by keys and values that are computed from the target's hidden states (features) alone, and
-depend on nothing else: they are computed once for each token, and kept. The block is the context's last token, of which the
-target has no features yet, and mask tokens behind it. Its own keys and values are dropped after each pass.
+The head's layers attend to the context by keys and values that are computed from the target's
+hidden states (features) alone, and depend on nothing else: they are computed once for each token,
+and kept. The block is the context's last token, of which the target has no features yet, and mask
+tokens behind it. Its own keys and values are dropped after each pass.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, AttentionWeights, layer_weights
+from specgen.engine.native.layer_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    AttentionWeights,
+    layer_weights,
+)
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import rotate
@@ -46,9 +54,11 @@ CONFIDENCE_BIAS = "confidence_head.proj.bias"
 
 
 class ContextAttention(Attention):
-    """The attention of a head's layer in training: several blocks of a text, as one batch of rows without a KV cache.
+    """The attention of a head's layer in training: several blocks of a text, as one batch of rows
+    without a KV cache.
 
-    `context` are keys and values [batch, kv heads, n, head size] of the text, which stand before those of the blocks.
+    `context` are keys and values [batch, kv heads, n, head size] of the text, which stand before
+    those of the blocks.
     """
 
     context: tuple[Tensor, Tensor]
@@ -63,7 +73,10 @@ class ContextAttention(Attention):
         assert mask is not None
         heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
         query, *own = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
-        keys, values = (torch.cat((before, each.transpose(1, 2)), 2) for before, each in zip(self.context, own, strict=True))
+        keys, values = (
+            torch.cat((before, each.transpose(1, 2)), 2)
+            for before, each in zip(self.context, own, strict=True)
+        )
         return attend_batch(query, keys, values, mask).flatten(0, 1)
 
 
@@ -98,18 +111,31 @@ class BlockLayers:
         self.norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
         self._fc = make_product(take(FC).to(dtype), None, 1.0)
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
-        self.layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer)
-        first = architecture.num_heads * architecture.head_size  # of the rows of keys, then of values
-        mixers = [layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer for index in range(len(kinds))]
+        self.layers = native_layers(
+            architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer
+        )
+        # of the rows of keys, then of values
+        first = architecture.num_heads * architecture.head_size
+        mixers = [
+            layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer
+            for index in range(len(kinds))
+        ]
         plain = [each for each in mixers if isinstance(each, AttentionWeights)]
-        weight = torch.cat([each.qkv[first:] for each in plain]) * (take(CONTEXT_NORM).float() * norm_gain)
+        weight = torch.cat([each.qkv[first:] for each in plain]) * (
+            take(CONTEXT_NORM).float() * norm_gain
+        )
         biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
-        self._project = make_product(weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0)
-        norms = [each.qk_norm[architecture.num_heads :] for each in plain if each.qk_norm is not None]
+        self._project = make_product(
+            weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0
+        )
+        norms = [
+            each.qk_norm[architecture.num_heads :] for each in plain if each.qk_norm is not None
+        ]
         self._key_norm = torch.stack(norms).to(dtype) if norms else None
 
     def reduced(self, features: Tensor) -> Tensor:
-        """Returns what keys and values are computed from, [n, width], for a target's features [n, taps * target width]."""
+        """Returns what keys and values are computed from, [n, width], for a target's features [n,
+        taps * target width]."""
         return self.normed(self._fc(features))
 
     def keys_values(
@@ -117,12 +143,16 @@ class BlockLayers:
         reduced: Tensor,
         rotation: Tensor,
     ) -> Tensor:
-        """Returns the keys and values of context tokens in all layers, [n, layers, 2, kv heads, head size].
+        """Returns the keys and values of context tokens in all layers, [n, layers, 2, kv heads,
+        head size].
 
-        `reduced` [n, width] are the tokens' reduced features, `rotation` [n, 1, R/2] the rotations of their positions.
+        `reduced` [n, width] are the tokens' reduced features, `rotation` [n, 1, R/2] the rotations
+        of their positions.
         """
         made = self._architecture
-        found = self._project(reduced).view(len(reduced), len(self.layers), 2, made.num_kv_heads, made.head_size)
+        found = self._project(reduced).view(
+            len(reduced), len(self.layers), 2, made.num_kv_heads, made.head_size
+        )
         keys, values = found.unbind(2)
         if self._key_norm is not None:
             keys = functional.rms_norm(keys, keys.shape[-1:], None, made.norm_eps) * self._key_norm
@@ -135,26 +165,35 @@ class BlockLayers:
         hidden: Tensor,
         inputs: PassInputs,
     ) -> Tensor:
-        """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM head."""
+        """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM
+        head."""
         for layer in self.layers:
             hidden = layer(hidden, inputs)
         return self.normed(hidden) * self.norm
 
 
 class BlockPass(DecoderRunner):
-    """Runs the passes of a head. The context of its calls lacks the last token, which is the first one of the block.
+    """Runs the passes of a head. The context of its calls lacks the last token, which is the first
+    one of the block.
 
     The block is a call's draft: so its keys and values are dropped where the next call begins.
     """
 
-    def __init__(self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None) -> None:
+    def __init__(
+        self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None
+    ) -> None:
         super().__init__(weights, model, self._run)
         self.layers = BlockLayers(weights, self.device, model.dtype, self.products, self.gain)
         self._masks = [weights.mask_id] * (weights.block_size - 1)
-        scale = 1.0 if EMBEDDING in weights.tensors else getattr(model.shape, "embedding_scale", 1.0)  # of `embed`
+        # of `embed`
+        scale = (
+            1.0 if EMBEDDING in weights.tensors else getattr(model.shape, "embedding_scale", 1.0)
+        )
         self._embedding_scale = weights.embedding_scale / scale
         forward = model.forward(taps=weights.feature_layers)
-        self.target = FeatureRunner(model, forward, model.new_cache(), target_penalties, self.layers.reduced)
+        self.target = FeatureRunner(
+            model, forward, model.new_cache(), target_penalties, self.layers.reduced
+        )
         self._whole = Context(())  # the last call's context, with its last token
         self._no_rows = self.layers.norm.new_empty(0, 0)  # of a part of a long prompt
 
@@ -163,7 +202,8 @@ class BlockPass(DecoderRunner):
         self._whole = context
         known = Context(context.ids[:-1])
         known.prompt_length = min(context.prompt_length, len(known))
-        self._cached.truncate(self._cached.committed)  # drops the last block, also the tokens of it that were accepted
+        # drops the last block, also the tokens of it that were accepted
+        self._cached.truncate(self._cached.committed)
         output = self.logits(known, [context.ids[-1], *self._masks], start=1)
         assert output.hidden_states is not None
         return output.hidden_states
@@ -173,7 +213,9 @@ class BlockPass(DecoderRunner):
         forward_pass: ForwardPass,
         logits_to_keep: int,
     ) -> ModelOutput:
-        first, known, cache = forward_pass.first, len(forward_pass.context), self.cache
+        first = forward_pass.first
+        known = len(forward_pass.context)
+        cache = self.cache
         end = min(forward_pass.last, known)
         if first < end:
             context = forward_pass._replace(context=self._whole, draft=NO_NODES, last=end)
@@ -192,8 +234,11 @@ class BlockPass(DecoderRunner):
         *,
         long_rope: bool,
     ) -> None:
-        """Writes the keys and values of context tokens with these reduced features [n, width] to the cache, from `first` on."""
-        cache, table, last = self.cache, self.inputs.tables[0], first + len(reduced)
+        """Writes the keys and values of context tokens with these reduced features [n, width] to
+        the cache, from `first` on."""
+        cache = self.cache
+        table = self.inputs.tables[0]
+        last = first + len(reduced)
         assert isinstance(cache, KVBuffer)
         assert table is not None
         found = self.layers.keys_values(reduced, table.rows(first, last, long_rope)[:, None])
@@ -203,19 +248,26 @@ class BlockPass(DecoderRunner):
 
 
 class BlockHeadRunner(BlockRunner):
-    """Drafts with the head of `BlockPass`: its rows, and with a Markov head what the token before says about the next one.
+    """Drafts with the head of `BlockPass`: its rows, and with a Markov head what the token before
+    says about the next one.
 
-    Row k is U_k + W2 W1[x], where x is the token before: the context's last one, or the drafted one (DSpark). The output's
-    `hidden_states` are [h_k; W1[x]], from which `Confidence` predicts acceptance.
+    Row k is U_k + W2 W1[x], where x is the token before: the context's last one, or the drafted one
+    (DSpark). The output's `hidden_states` are [h_k; W1[x]], from which `Confidence` predicts
+    acceptance.
     """
 
     def __init__(
-        self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None, penalties: PenaltyProcessor | None
+        self,
+        weights: BlockWeights,
+        model: Model,
+        target_penalties: PenaltyProcessor | None,
+        penalties: PenaltyProcessor | None,
     ) -> None:
         self._pass = BlockPass(weights, model, target_penalties)
         self._first = 0 if weights.from_anchor else 1
         super().__init__(self._pass, weights.block_size - self._first, penalties)
-        self.target, self._model = self._pass.target, model
+        self.target = self._pass.target
+        self._model = model
         self._architecture = weights.architecture
         self._lm_head = self._successors = self._successor_head = None
 
@@ -227,8 +279,11 @@ class BlockHeadRunner(BlockRunner):
         if SUCCESSORS in weights.tensors:
             self._successors = take(SUCCESSORS)
             self._successor_head = self._pass.products(take(SUCCESSOR_HEAD))
-            self.independent, self.draws = False, True
-        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+            self.independent = False
+            self.draws = True
+        self._vocabulary = (
+            None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+        )
 
     def rows(
         self,
@@ -236,7 +291,11 @@ class BlockHeadRunner(BlockRunner):
         count: int,
     ) -> ModelOutput:
         states = self._pass.states(context)[self._first :]
-        logits = self._model.head_logits(states, is_raw=True) if self._lm_head is None else self._lm_head(states)
+        logits = (
+            self._model.head_logits(states, is_raw=True)
+            if self._lm_head is None
+            else self._lm_head(states)
+        )
         return ModelOutput(final_logits(self._architecture, logits), states)
 
     def after(
@@ -265,13 +324,15 @@ class BlockHeadRunner(BlockRunner):
 
 
 class Confidence:
-    """DSpark's prediction that a drafted token is accepted: sigmoid(w [h_k; W1[x]] + b), for the row k that it is chosen from.
+    """DSpark's prediction that a drafted token is accepted: sigmoid(w [h_k; W1[x]] + b), for the
+    row k that it is chosen from.
 
     x is the token before, so the prediction does not depend on the drafted token itself.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
-        self._weight, self._bias = weight[0].float(), bias[0].float()
+        self._weight = weight[0].float()
+        self._bias = bias[0].float()
 
     def begin(self, context: Context) -> None:
         """Does nothing: the prediction depends on the head's row alone."""
@@ -281,22 +342,30 @@ class Confidence:
         draft_hidden: Tensor,
         position: int,
     ) -> Tensor:
-        """Returns the probability, a scalar tensor; `draft_hidden` [width (+ rank)] is the row of the token."""
+        """Returns the probability, a scalar tensor; `draft_hidden` [width (+ rank)] is the row of
+        the token."""
         read = draft_hidden[: len(self._weight)].float()
         return torch.sigmoid(read @ self._weight + self._bias)
 
 
 @torch.no_grad()
 def make_runners(
-    weights: BlockWeights, model: Model, _: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+    weights: BlockWeights,
+    model: Model,
+    _: ModelRunner,
+    penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns a target that keeps the head's features, the head, and its prediction of acceptance, if it has one.
+    """Returns a target that keeps the head's features, the head, and its prediction of acceptance,
+    if it has one.
 
-    `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers cannot be run one by one.
+    `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers
+    cannot be run one by one.
     """
     draft = BlockHeadRunner(weights, model, penalties(), penalties())
     tensors = weights.tensors
     found: Any = None
     if CONFIDENCE in tensors:
-        found = Confidence(tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device))
+        found = Confidence(
+            tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device)
+        )
     return Runners(draft.target, draft, None, found)

@@ -1,9 +1,10 @@
 """The published layouts of block heads (DFlash, DSpark): reads and writes them.
 
-Three dialects, which differ in where config.json has the fields of the head, and in how the target's layers are named: the
-authors' (z-lab: `dflash_config`; DeepSpec: beside the others), SpecForge's (`dflash_config` for both, with `projector_type`), and
-that of speculators and vLLM (`speculators_model_type`, the layers under `transformer_layer_config`). The tensors are the same.
-A field that nothing reads is refused, unless it is known to be irrelevant.
+Three dialects, which differ in where config.json has the fields of the head, and in how the
+target's layers are named: the authors' (z-lab: `dflash_config`; DeepSpec: beside the others),
+SpecForge's (`dflash_config` for both, with `projector_type`), and that of speculators and vLLM
+(`speculators_model_type`, the layers under `transformer_layer_config`). The tensors are the same. A
+field that nothing reads is refused, unless it is known to be irrelevant.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from specgen.base import schema
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig, is_irrelevant
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
-from specgen.engine.parts.block import CONFIDENCE, CONFIDENCE_BIAS, CONTEXT_NORM, SUCCESSOR_HEAD, SUCCESSORS
+from specgen.engine.parts.block import (
+    CONFIDENCE,
+    CONFIDENCE_BIAS,
+    CONTEXT_NORM,
+    SUCCESSOR_HEAD,
+    SUCCESSORS,
+)
 from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.head_files import (
     check_size,
@@ -34,10 +41,18 @@ from specgen.engine.parts.head_files import (
 from specgen.engine.parts.part import BlockWeights
 from specgen.engine.weights import Shape, WeightFiles
 
-_NESTED, _LAYERS = "dflash_config", "transformer_layer_config"
+_NESTED = "dflash_config"
+_LAYERS = "transformer_layer_config"
 _LAYER_TYPES = ("qwen3", "qwen2", "llama")
 _TRAINING = (  # fields that concern training or the file itself
-    *("auto_map", "num_target_layers", "speculators_config", "speculators_version", "num_anchors", "loss_decay_gamma"),
+    *(
+        "auto_map",
+        "num_target_layers",
+        "speculators_config",
+        "speculators_version",
+        "num_anchors",
+        "loss_decay_gamma",
+    ),
     *("target_hidden_size", "tie_word_embeddings", "base_model_name_or_path", "target_model"),
 )
 # Fields that change the computation, with the values that change nothing.
@@ -74,14 +89,17 @@ class BlockFields(BaseModel):
 
     @property
     def from_anchor(self) -> bool:
-        """Whether row j predicts the token after its own position: DSpark, and the DFlash heads of DSpark's authors."""
+        """Whether row j predicts the token after its own position: DSpark, and the DFlash heads of
+        DSpark's authors."""
         if self.sample_from_anchor is not None:
             return self.sample_from_anchor
         names = (self.projector_type or "", self.speculators_model_type or "", *self.architectures)
         return self.markov_rank is not None or any("dspark" in name.lower() for name in names)
 
 
-def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) -> tuple[BlockWeights, str | None]:
+def read_block(
+    files: WeightFiles, target: LoadedModel, config: dict[str, Any]
+) -> tuple[BlockWeights, str | None]:
     """Returns a head, and what is doubtful about it. `config` is its config.json.
 
     Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
@@ -92,7 +110,12 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
     check_vocabulary(files, "t2d", target, fields.vocab_size)
     try:
         weights = BlockWeights(
-            layers | {"hidden_size": width, "vocab_size": shape.vocab_size, "max_position_embeddings": target.context_limit},
+            layers
+            | {
+                "hidden_size": width,
+                "vocab_size": shape.vocab_size,
+                "max_position_embeddings": target.context_limit,
+            },
             {},
             fields.block_size,
             fields.mask_token_id,
@@ -103,7 +126,11 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
             logit_cap=fields.final_logit_softcapping,
         )
         taps = _taps(files, fields, target, weights.architecture.num_layers)
-        shapes: dict[str, Shape] = {FC: (width, len(taps) * width), CONTEXT_NORM: (width,), FINAL_NORM: (width,)}
+        shapes: dict[str, Shape] = {
+            FC: (width, len(taps) * width),
+            CONTEXT_NORM: (width,),
+            FINAL_NORM: (width,),
+        }
         for index in range(weights.architecture.num_layers):
             shapes |= layer_shapes(weights.architecture, index)
     except UnsupportedConfig as error:
@@ -115,7 +142,11 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
     if fields.enable_confidence_head:
         read = width + (rank if fields.confidence_head_with_markov else 0)
         shapes |= {CONFIDENCE: (1, read), CONFIDENCE_BIAS: (1,)}
-    expect(files, shapes, {EMBEDDING: (shape.vocab_size, width), HEAD: (rows, width), "t2d": (shape.vocab_size,)})
+    expect(
+        files,
+        shapes,
+        {EMBEDDING: (shape.vocab_size, width), HEAD: (rows, width), "t2d": (shape.vocab_size,)},
+    )
     expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
     if fields.mask_token_id >= shape.vocab_size:
         raise unsupported(files, "mask_token_id", fields.mask_token_id)
@@ -127,7 +158,8 @@ def read_block(files: WeightFiles, target: LoadedModel, config: dict[str, Any]) 
 
 
 def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, dict[str, Any]]:
-    """Returns the head's fields, and the config of its layers. Raises SpecgenError for a field that is not known here."""
+    """Returns the head's fields, and the config of its layers. Raises SpecgenError for a field that
+    is not known here."""
     known = BlockFields.model_fields.keys()
     nested = config.get(_NESTED)
     inner = config.get(_LAYERS)
@@ -139,13 +171,18 @@ def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, di
     for name, value in (nested | outer).items():
         if name in _NEUTRAL and value is not None and value not in _NEUTRAL[name]:
             raise unsupported(files, name, value)
-    checked = [nested] if inner is None else [nested, outer]  # what `read_architecture` does not see
+    # what `read_architecture` does not see
+    checked = [nested] if inner is None else [nested, outer]
     for name, value in ((name, value) for part in checked for name, value in part.items()):
-        is_known = name in known or name in _NEUTRAL or name in _TRAINING or is_irrelevant(name, value)
+        is_known = (
+            name in known or name in _NEUTRAL or name in _TRAINING or is_irrelevant(name, value)
+        )
         if not is_known:
             raise unsupported(files, name, value)
     own = {name: value for name, value in (outer | nested).items() if name in known}
-    fields = schema.check(json.dumps(own), BlockFields, f"{files.owner}: its config.json", "Correct its config.json")
+    fields = schema.check(
+        json.dumps(own), BlockFields, f"{files.owner}: its config.json", "Correct its config.json"
+    )
     layers = dict(outer if inner is None else inner)
     ours = (known - {"vocab_size"}) | _NEUTRAL.keys() | set(_TRAINING)
     layers = {name: layers[name] for name in sorted(layers) if name not in ours}
@@ -158,10 +195,14 @@ def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, di
     return fields, layers
 
 
-def _taps(files: WeightFiles, fields: BlockFields, target: LoadedModel, layers: int) -> tuple[int, ...]:
-    """Returns the numbers of the hidden states that the head reads, as in `EagleWeights.feature_layers`.
+def _taps(
+    files: WeightFiles, fields: BlockFields, target: LoadedModel, layers: int
+) -> tuple[int, ...]:
+    """Returns the numbers of the hidden states that the head reads, as in
+    `EagleWeights.feature_layers`.
 
-    `target_layer_ids` names layers by their output (-1: the embeddings), speculators by the numbers of the hidden states.
+    `target_layer_ids` names layers by their output (-1: the embeddings), speculators by the numbers
+    of the hidden states.
     """
     count = target.model.shape.num_layers
     taps = fields.aux_hidden_state_layer_ids
@@ -169,24 +210,42 @@ def _taps(files: WeightFiles, fields: BlockFields, target: LoadedModel, layers: 
         ids = fields.target_layer_ids or default_layers(count, layers)
         taps = [each + 1 for each in ids]
     if not all(0 <= tap <= count for tap in taps):
-        raise unsupported(files, "target_layer_ids", fields.target_layer_ids or fields.aux_hidden_state_layer_ids)
+        raise unsupported(
+            files, "target_layer_ids", fields.target_layer_ids or fields.aux_hidden_state_layer_ids
+        )
     return tuple(taps)
 
 
 def default_layers(count: int, taps: int) -> list[int]:
-    """Returns the layers (indices from 0) whose outputs a head with so many taps reads by default, of a target with `count`."""
+    """Returns the layers (indices from 0) whose outputs a head with so many taps reads by default,
+    of a target with `count`."""
     if taps == 1:
         return [count // 2]
     return [round(1 + index * (count - 4) / (taps - 1)) for index in range(taps)]
 
 
 def published_block(weights: BlockWeights, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the content of config.json in DeepSpec's dialect, for a DSpark head that specgen trained."""
-    config = {**weights.config, "vocab_size": sizes["vocab_size"], "architectures": ["Qwen3DSparkModel"]}
-    config |= {"block_size": weights.block_size, "mask_token_id": weights.mask_id, "markov_head_type": "vanilla"}
+    """Returns the content of config.json in DeepSpec's dialect, for a DSpark head that specgen
+    trained."""
+    config = {
+        **weights.config,
+        "vocab_size": sizes["vocab_size"],
+        "architectures": ["Qwen3DSparkModel"],
+    }
+    config |= {
+        "block_size": weights.block_size,
+        "mask_token_id": weights.mask_id,
+        "markov_head_type": "vanilla",
+    }
     config |= {"target_layer_ids": [tap - 1 for tap in weights.feature_layers]}
     config |= {"markov_rank": weights.tensors[SUCCESSORS].shape[1], "is_causal": weights.causal}
-    config |= {"input_embedding_scale": weights.embedding_scale, "output_multiplier": weights.logit_scale}
+    config |= {
+        "input_embedding_scale": weights.embedding_scale,
+        "output_multiplier": weights.logit_scale,
+    }
     config |= {"final_logit_softcapping": weights.logit_cap}
-    config |= {"enable_confidence_head": CONFIDENCE in weights.tensors, "confidence_head_with_markov": True}
+    config |= {
+        "enable_confidence_head": CONFIDENCE in weights.tensors,
+        "confidence_head_with_markov": True,
+    }
     return config

@@ -1,8 +1,10 @@
-"""EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858), EAGLE-3 (arXiv:2503.01840) and EAGLE-3.1 (arXiv:2605.09992).
+"""EAGLE heads: EAGLE-1 and -2 (arXiv:2401.15077, 2406.16858), EAGLE-3 (arXiv:2503.01840) and
+EAGLE-3.1 (arXiv:2605.09992).
 
-Features are hidden states of the target. Pair i of a text joins the target's feature at token i with the embedding of token i +
-1, and has position i. The head's layers turn pairs into predicted features: the one of pair i imitates the target's feature at
-token i + 1, and its logits predict token i + 2.
+Features are hidden states of the target. Pair i of a text joins the target's feature at token i
+with the embedding of token i + 1, and has position i. The head's layers turn pairs into predicted
+features: the one of pair i imitates the target's feature at token i + 1, and its logits predict
+token i + 2.
 """
 
 from __future__ import annotations
@@ -43,36 +45,43 @@ from specgen.engine.weights import bias_of
 FC = "fc.weight"
 FEATURE_NORM = "layers.0.hidden_norm.weight"
 FIRST_NORM = "layers.0.input_layernorm.weight"
-INPUT_NORMS = "input_norm.weight", *(f"fc_norm.{number}.weight" for number in range(3))  # before `fc`: all but the first, or it
+# before `fc`: all but the first, or it
+INPUT_NORMS = "input_norm.weight", *(f"fc_norm.{number}.weight" for number in range(3))
 TRIAL_TEXT = (  # for `_feeds_normed`
-    "The museum opens at nine in the morning and closes at six in the evening. On the first floor you will find paintings from"
-    " the nineteenth century, and on the second floor there is a collection of musical instruments.\n\ndef mean(numbers):\n"
-    "    total = 0\n    for number in numbers:\n        total += number\n    return total / len(numbers)\n"
+    "The museum opens at nine in the morning and closes at six in the evening. On the "
+    "first floor you will find paintings from"
+    " the nineteenth century, and on the second floor there is a collection of musical "
+    "instruments.\n\ndef mean(numbers):\n"
+    "    total = 0\n    for number in numbers:\n        total += number\n    return "
+    "total / len(numbers)\n"
 )
 _TRIAL_DEPTH = 4  # tokens
 
 
 class FirstLayer(NativeLayer):
-    """The first layer of an EAGLE head, whose attention reads another vector than the residual stream."""
+    """The first layer of an EAGLE head, whose attention reads another vector than the residual
+    stream."""
 
     def run(self, hidden: Tensor, attended: Tensor, inputs: PassInputs) -> Tensor:
-        """Returns the residual stream `hidden` [rows, width] with the outputs of attention and MLP added. Attention reads
-        `attended`."""
+        """Returns the residual stream `hidden` [rows, width] with the outputs of attention and MLP
+        added. Attention reads `attended`."""
         hidden = self.mixer.output.add_to(hidden, self.mixer(attended, inputs))
         return self.mlp.output.add_to(hidden, self.mlp(self._norm(hidden), inputs))
 
 
 class UnrolledAttention(Attention):
-    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2), in which each call drafts one more
-    token.
+    """The attention of a head's first layer in EAGLE-3's training-time test (section 3.2), in which
+    each call drafts one more token.
 
-    A draft follows each prefix of a text. The first call has the text's pairs. In call j after it, row i is the pair of the j-th
-    token drafted after pair i, at position i + j. It sees the pairs that pair i sees, and the tokens drafted after pair i.
+    A draft follows each prefix of a text. The first call has the text's pairs. In call j after it,
+    row i is the pair of the j-th token drafted after pair i, at position i + j. It sees the pairs
+    that pair i sees, and the tokens drafted after pair i.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._drafted: list[tuple[Tensor, Tensor]] = []  # keys and values of each call, [batch, kv heads, n, head size]
+        # keys and values of each call, [batch, kv heads, n, head size]
+        self._drafted: list[tuple[Tensor, Tensor]] = []
 
     def _batch_attention(self, heads: Tensor, inputs: PassInputs) -> Tensor:
         mask = inputs.kinds[self._kind].mask
@@ -81,14 +90,20 @@ class UnrolledAttention(Attention):
         assert batch is not None
         assert mask is not None
         heads = heads.view(batch, inputs.rows, *heads.shape[1:])
-        query, keys, values = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
+        query, keys, values = torch.split(
+            heads, [self._heads, self._kv_heads, self._kv_heads], dim=2
+        )
         self._drafted.append((keys.transpose(1, 2), values.transpose(1, 2)))
         if len(self._drafted) == 1:
             return attend_batch(query, *self._drafted[0], mask).flatten(0, 1)
-        (keys, values), *of_drafts = [tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted]
+        (keys, values), *of_drafts = [
+            tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted
+        ]
         query = query.transpose(1, 2)
         drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
-        weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(dim=-1)
+        weights = torch.cat((query @ keys.transpose(-1, -2) + mask, *drafts), dim=-1).softmax(
+            dim=-1
+        )
         before, *own_weights = torch.split(weights, [inputs.rows, *(1 for _ in drafts)], dim=-1)
         mixed: Tensor = before.to(values.dtype) @ values
         for weight, (_, own_values) in zip(own_weights, of_drafts, strict=True):
@@ -97,7 +112,8 @@ class UnrolledAttention(Attention):
 
 
 class UnrolledLayer(FirstLayer):
-    """The first layer of a head in training, where each call drafts one more token after each prefix of a text."""
+    """The first layer of a head in training, where each call drafts one more token after each
+    prefix of a text."""
 
     attention = UnrolledAttention
 
@@ -105,8 +121,8 @@ class UnrolledLayer(FirstLayer):
 class EagleLayers:
     """The layers of an EAGLE head with their weights on `device`, for drafting and for training.
 
-    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`; `norm_gain` is `gain` of
-    `layer.norm_function`. `first_layer` is the class of the first layer.
+    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`;
+    `norm_gain` is `gain` of `layer.norm_function`. `first_layer` is the class of the first layer.
     """
 
     def __init__(
@@ -119,15 +135,18 @@ class EagleLayers:
         norm_gain: float = 1.0,
         first_layer: type[FirstLayer] = FirstLayer,
     ) -> None:
-        architecture, is_third = weights.architecture, weights.version == 3
+        architecture = weights.architecture
+        is_third = weights.version == 3
 
         def take(name: str) -> Tensor:
-            """Returns a tensor; of the norm of version 3's first attention, which reads two vectors, the weights for both."""
+            """Returns a tensor; of the norm of version 3's first attention, which reads two
+            vectors, the weights for both."""
             tensor = weights.tensors[name].to(device)
             return torch.cat((tensor, take(FEATURE_NORM))) if name == FIRST_NORM else tensor
 
         self._is_third = is_third
-        self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights, which products contain
+        # without the norms' weights, which products contain
+        self.normed = norm_function(architecture.norm_eps, norm_gain)
         self._eps = architecture.norm_eps
         norms = [take(name) for name in INPUT_NORMS if name in weights.tensors]
         self._input_norms = len(norms)
@@ -145,25 +164,29 @@ class EagleLayers:
         self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
 
     def joined(self, features: Tensor) -> Tensor:
-        """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width] that three [n, 3 * target
-        width] are joined to."""
+        """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width]
+        that three [n, 3 * target width] are joined to."""
         if self._input_norms:
             parts = features.view(len(features), self._input_norms, -1)
             features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1)
         return self._fc(features)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
-        """Runs the layers on pairs (see the module), and returns the hidden states [n, width] after them: the predicted features.
+        """Runs the layers on pairs (see the module), and returns the hidden states [n, width] after
+        them: the predicted features.
 
         `embeddings` and `features` are [n, width]; for EAGLE-3 the features are `joined` ones.
         """
         if self._is_third:
             pairs = self.normed(torch.stack((embeddings, features), dim=1))
             attended = pairs.flatten(1)
-            hidden = features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
+            hidden = (
+                features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
+            )
         else:
             attended = self.joined(torch.cat((embeddings, features), dim=-1))
-            hidden = attended.to(features.dtype, copy=True)  # in training, products are in bfloat16 and sums in float32
+            # in training, products are in bfloat16 and sums in float32
+            hidden = attended.to(features.dtype, copy=True)
         hidden = self._first.run(hidden, attended, inputs)
         for layer in self._others:
             hidden = layer(hidden, inputs)
@@ -171,21 +194,25 @@ class EagleLayers:
 
 
 class EagleRunner(DecoderRunner):
-    """Drafts with an EAGLE head, or with the target's own drafting layers (MTP). Implements `DraftRunner`.
+    """Drafts with an EAGLE head, or with the target's own drafting layers (MTP). Implements
+    `DraftRunner`.
 
-    Its `target` is a runner of the target that keeps the features for the head. The head runs on pairs: feature i of the target
-    and token i + 1, at position i. So n committed tokens are n - 1 pairs, and the logits after the context come from the last of
-    them. A drafted token is paired with the predicted feature of its parent, so each level of a draft takes a pass. The cache has
-    the keys, values and predicted features of the context's pairs, made from the target's features, then those of the draft. When
-    the context grows, the draft's are dropped, those of accepted tokens too: these pairs are run again with the target's
-    features, in the pass that also computes the next draft's first logits.
+    Its `target` is a runner of the target that keeps the features for the head. The head runs on
+    pairs: feature i of the target and token i + 1, at position i. So n committed tokens are n - 1
+    pairs, and the logits after the context come from the last of them. A drafted token is paired
+    with the predicted feature of its parent, so each level of a draft takes a pass. The cache has
+    the keys, values and predicted features of the context's pairs, made from the target's features,
+    then those of the draft. When the context grows, the draft's are dropped, those of accepted
+    tokens too: these pairs are run again with the target's features, in the pass that also computes
+    the next draft's first logits.
 
-    With several drafting layers, layer k pairs each token with what layer k - 1 predicts at the token before it, so its first
-    pair is that of token k + 1. Drafted tokens of level m, from 1, are run by the layers from m on, and layer m gives their
-    logits. This needs no features after the context's, and `longest_draft` is the number of layers.
+    With several drafting layers, layer k pairs each token with what layer k - 1 predicts at the
+    token before it, so its first pair is that of token k + 1. Drafted tokens of level m, from 1,
+    are run by the layers from m on, and layer m gives their logits. This needs no features after
+    the context's, and `longest_draft` is the number of layers.
 
-    As with `ModelRunner`, each call may have another context, and the runner stays usable after an interrupted call. In a context
-    of one token, which has no pair, the token is paired with zeros.
+    As with `ModelRunner`, each call may have another context, and the runner stays usable after an
+    interrupted call. In a context of one token, which has no pair, the token is paired with zeros.
     """
 
     def __init__(
@@ -201,16 +228,24 @@ class EagleRunner(DecoderRunner):
         self._lm_head = None
         self._vocabulary = None
         made: Any = self.device, model.dtype, self.products
-        self._stages: list[EagleLayers | MtpLayer] = []  # which run on the pairs one after the other
+        # which run on the pairs one after the other
+        self._stages: list[EagleLayers | MtpLayer] = []
         if isinstance(weights, MtpWeights):
-            self._stages += [MtpLayer(weights, index, *made, norm_gain=self.gain) for index in range(len(self.devices))]
+            self._stages += [
+                MtpLayer(weights, index, *made, norm_gain=self.gain)
+                for index in range(len(self.devices))
+            ]
             reduce = before_final_norm(weights, self.device)
         else:
             layers = EagleLayers(weights, *made, norm_gain=self.gain)
             self._stages.append(layers)
             if weights.version == 3:
-                norm, head = (weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD))
-                self._lm_head = self.products((head if weights.norm_output else head * (norm * self.gain)).to(model.dtype))
+                norm, head = (
+                    weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD)
+                )
+                self._lm_head = self.products(
+                    (head if weights.norm_output else head * (norm * self.gain)).to(model.dtype)
+                )
                 taps = list(weights.feature_layers)
                 reduce = layers.joined
             if weights.vocabulary is not None:
@@ -222,20 +257,29 @@ class EagleRunner(DecoderRunner):
         if not getattr(weights, "norm_output", False):
             self._normed = norm_function(self.architecture.norm_eps, self.gain)
         self._token_penalties = penalties
-        self.target = FeatureRunner(model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce)
+        self.target = FeatureRunner(
+            model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce
+        )
         self._context = Context(())  # the last call's
         self._first: int | None = None  # its first token, None if it has no other
 
     @inference
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+        """Returns the logits after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on.
 
-        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the predicted features. Logits of tokens
-        outside the head's vocabulary are -inf.
+        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the
+        predicted features. Logits of tokens outside the head's vocabulary are -inf.
         """
-        ids, self._context = context.ids, context
+        ids = context.ids
+        self._context = context
         first = ids[0] if len(ids) > 1 else None
         if first != self._first:
             self._cached.clear()
@@ -243,20 +287,28 @@ class EagleRunner(DecoderRunner):
         pairs = Context(ids[1:] or ids)  # the tokens of the pairs
         pairs.prompt_length = context.prompt_length
         if self._cached.committed != len(pairs):
-            self._cached.truncate(self._cached.committed)  # drops the draft, also the part that was accepted
+            # drops the draft, also the part that was accepted
+            self._cached.truncate(self._cached.committed)
         output = super().logits(pairs, draft, parents, start=start)
         return penalised(output, self._token_penalties, context, draft, parents, start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        """Runs the pairs of a pass: those of the context in one pass of the head, then each level of the draft in another."""
-        first, last = forward_pass.first, forward_pass.last
+        """Runs the pairs of a pass: those of the context in one pass of the head, then each level
+        of the draft in another."""
+        first = forward_pass.first
+        last = forward_pass.last
         length = len(forward_pass.context)
         tokens, parents = forward_pass.draft
         outputs: list[ModelOutput] = []
         if first < length:
             committed = forward_pass._replace(draft=NO_NODES, last=min(last, length))
             if self._first is None:
-                features = torch.zeros(1, self.architecture.hidden_size, dtype=self.target_model.dtype, device=self.device)
+                features = torch.zeros(
+                    1,
+                    self.architecture.hidden_size,
+                    dtype=self.target_model.dtype,
+                    device=self.device,
+                )
             else:
                 features = self.target.features(committed._replace(context=self._context))
             outputs.append(self._run_pairs(committed, 1, features))
@@ -264,20 +316,32 @@ class EagleRunner(DecoderRunner):
         node = max(first - length, 0)
         while length + node < last:
             end = node + 1
-            while end < len(tokens) and parents[end] < node and (len(self._stages) == 1 or levels[end] == levels[node]):
+            while (
+                end < len(tokens)
+                and parents[end] < node
+                and (len(self._stages) == 1 or levels[end] == levels[node])
+            ):
                 end += 1
-            level = forward_pass._replace(draft=TreeNodes(tokens[:end], parents[:end]), first=length + node, last=length + end)
+            level = forward_pass._replace(
+                draft=TreeNodes(tokens[:end], parents[:end]), first=length + node, last=length + end
+            )
             outputs.append(self._run_pairs(level, end - node, None, levels[node]))
             node = end
         logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
     def _run_pairs(
-        self, forward_pass: ForwardPass, logits_to_keep: int, features: Tensor | None = None, level: int = 0
+        self,
+        forward_pass: ForwardPass,
+        logits_to_keep: int,
+        features: Tensor | None = None,
+        level: int = 0,
     ) -> ModelOutput:
-        """Runs the head on the n tokens of a pass, which are of the context, or drafted ones of a `level` from 1.
+        """Runs the head on the n tokens of a pass, which are of the context, or drafted ones of a
+        `level` from 1.
 
-        `features` [n, width] are the target's, for the context's tokens; others are those predicted at the tokens before.
+        `features` [n, width] are the target's, for the context's tokens; others are those predicted
+        at the tokens before.
         """
         self.cache.length = forward_pass.first
         embeddings = self.embed(forward_pass)
@@ -301,8 +365,10 @@ class EagleRunner(DecoderRunner):
 
 
 def _before(forward_pass: ForwardPass) -> Tensor:
-    """Returns the cache indices of the tokens before those of a pass, which are all of the context, or all of the draft."""
-    first, last = forward_pass.first, forward_pass.last
+    """Returns the cache indices of the tokens before those of a pass, which are all of the context,
+    or all of the draft."""
+    first = forward_pass.first
+    last = forward_pass.last
     length = len(forward_pass.context)
     if first < length:
         return torch.arange(first - 1, last - 1).clamp_min_(0)
@@ -316,10 +382,11 @@ def make_runners(
     _: ModelRunner,
     penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns a runner of the target that keeps the features that the head reads, and a runner of the head.
+    """Returns a runner of the target that keeps the features that the head reads, and a runner of
+    the head.
 
-    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError if the model's layers cannot
-    be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError
+    if the model's layers cannot be run one by one.
     """
     if isinstance(weights, EagleWeights) and weights.trial_ids:
         weights = replace(weights, norm_output=_feeds_normed(weights, model), trial_ids=())
@@ -331,12 +398,15 @@ def make_runners(
 
 
 def _feeds_normed(weights: EagleWeights, model: Model) -> bool:
-    """Whether the head predicts better from its own states after the final norm (EAGLE-3.1) than from those before it (EAGLE-3).
+    """Whether the head predicts better from its own states after the final norm (EAGLE-3.1) than
+    from those before it (EAGLE-3).
 
-    Measured on the text `weights.trial_ids` by the probabilities of the target's likeliest next tokens, after drafts of the
-    text's tokens. For files whose `norm_output` may mean either (SpecForge before its pull request 879).
+    Measured on the text `weights.trial_ids` by the probabilities of the target's likeliest next
+    tokens, after drafts of the text's tokens. For files whose `norm_output` may mean either
+    (SpecForge before its pull request 879).
     """
-    ids, found = list(weights.trial_ids), list[float]()
+    ids = list(weights.trial_ids)
+    found = list[float]()
     likeliest = ModelRunner(model).logits(Context(ids[:1]), ids[1:]).logits.argmax(-1)
     for norm_output in (True, False):
         runner = EagleRunner(replace(weights, norm_output=norm_output), model, None, None)

@@ -1,6 +1,8 @@
-"""A GliDe draft model (Du et al. 2024): a small Llama whose layers also attend to the target's KV cache.
+"""A GliDe draft model (Du et al. 2024): a small Llama whose layers also attend to the target's KV
+cache.
 
-Its queries see the target's keys of the committed tokens except the last one, on which the target has not been run yet.
+Its queries see the target's keys of the committed tokens except the last one, on which the target
+has not been run yet.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from specgen.engine.penalties import PenaltyProcessor
 
 
 class CrossInputs(NamedTuple):
-    """What the cross-attention of one layer needs in a pass over several tokens of one sequence, or of each of `batch` sequences.
+    """What the cross-attention of one layer needs in a pass over several tokens of one sequence, or
+    of each of `batch` sequences.
 
-    `keys` and `values` are those of one layer of the target, in the shapes for `attention.attend`, or with `batch` for
-    `attend_batch`, as is `mask`. `rotation` [batch * rows, 1, R/2] is the target's rotary embedding at the positions of the
-    tokens (None: this layer of the target has none).
+    `keys` and `values` are those of one layer of the target, in the shapes for `attention.attend`,
+    or with `batch` for `attend_batch`, as is `mask`. `rotation` [batch * rows, 1, R/2] is the
+    target's rotary embedding at the positions of the tokens (None: this layer of the target has
+    none).
     """
 
     keys: torch.Tensor
@@ -45,28 +49,38 @@ class CrossInputs(NamedTuple):
 
 
 class CrossAttention:
-    """Attention to the cached keys and values of the target. Only its queries and its output have weights.
+    """Attention to the cached keys and values of the target. Only its queries and its output have
+    weights.
 
-    The target's keys are rotated already, so the queries are rotated as the target's are. Queries are scaled by 1 / sqrt(the
-    target's head size). There is no norm, score cap or sliding window. `q_proj` [heads * head size, width] has the numbers of a
-    head in the order of the model's files. Keys of a `NativeModel` are in the native decoder's order, which is taken into
-    account.
+    The target's keys are rotated already, so the queries are rotated as the target's are. Queries
+    are scaled by 1 / sqrt(the target's head size). There is no norm, score cap or sliding window.
+    `q_proj` [heads * head size, width] has the numbers of a head in the order of the model's files.
+    Keys of a `NativeModel` are in the native decoder's order, which is taken into account.
     """
 
     def __init__(
-        self, target: Model, q_proj: torch.Tensor, o_proj: torch.Tensor, dtype: torch.dtype, make_product: MakeProduct
+        self,
+        target: Model,
+        q_proj: torch.Tensor,
+        o_proj: torch.Tensor,
+        dtype: torch.dtype,
+        make_product: MakeProduct,
     ) -> None:
         architecture = known_architecture(target, "glide")
-        self._heads, self._size = architecture.num_heads, architecture.head_size
+        self._heads = architecture.num_heads
+        self._size = architecture.head_size
         order = head_order(architecture, q_proj.device)
-        query = q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1) * self._size**-0.5
+        query = (
+            q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1)
+            * self._size**-0.5
+        )
         self._query = make_product(query.to(dtype), None, 1.0)
         self._output = make_product(o_proj.to(dtype), None, 1.0)
         self._key_order = None if isinstance(target, NativeModel) else order.argsort()
 
     def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
-        """Returns the residual stream `hidden` [rows, width] with the attention's output added. The queries are computed from
-        `hidden`."""
+        """Returns the residual stream `hidden` [rows, width] with the attention's output added. The
+        queries are computed from `hidden`."""
         query = self._query(hidden).view(-1, self._heads, self._size)
         if inputs.rotation is not None:
             rotate(query, inputs.rotation)
@@ -82,14 +96,20 @@ class CrossAttention:
 
 
 class GlideLayers:
-    """All layers of a GliDe draft model for `target`, and its final norm. Each layer has self-attention, cross-attention and an
-    MLP.
+    """All layers of a GliDe draft model for `target`, and its final norm. Each layer has
+    self-attention, cross-attention and an MLP.
 
-    The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is `gain` of `layer.norm_function`.
+    The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is `gain`
+    of `layer.norm_function`.
     """
 
     def __init__(
-        self, weights: GlideWeights, target: Model, dtype: torch.dtype, make_product: MakeProduct, norm_gain: float = 1.0
+        self,
+        weights: GlideWeights,
+        target: Model,
+        dtype: torch.dtype,
+        make_product: MakeProduct,
+        norm_gain: float = 1.0,
     ) -> None:
         architecture = weights.architecture
 
@@ -100,15 +120,21 @@ class GlideLayers:
         self._layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain)
         self._attentions: list[CrossAttention] = []
         for index in range(len(kinds)):
-            q_proj, o_proj = (take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo")
+            q_proj, o_proj = (
+                take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo"
+            )
             self._attentions.append(CrossAttention(target, q_proj, o_proj, dtype, make_product))
         self._norm = final_norm(architecture, take, dtype, norm_gain)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
-    def __call__(self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]) -> torch.Tensor:
-        """Runs the layers on embeddings [n, width], and returns the hidden states [n, width] after the final norm.
+    def __call__(
+        self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]
+    ) -> torch.Tensor:
+        """Runs the layers on embeddings [n, width], and returns the hidden states [n, width] after
+        the final norm.
 
-        `cross` has the inputs of each layer's cross-attention; empty if the target has no cached keys, which leaves it out.
+        `cross` has the inputs of each layer's cross-attention; empty if the target has no cached
+        keys, which leaves it out.
         """
         for index, layer in enumerate(self._layers):
             hidden = layer(hidden, inputs, mlp=False)
@@ -119,47 +145,75 @@ class GlideLayers:
 
 
 class GlideRunner(DecoderRunner):
-    """Runs a GliDe draft model. Implements `DraftRunner`. Its context limit and its vocabulary are the target's.
+    """Runs a GliDe draft model. Implements `DraftRunner`. Its context limit and its vocabulary are
+    the target's.
 
-    In a draft model with one layer, cached keys and values depend on the tokens alone, so those of accepted tokens are kept. In
-    later layers they also depend on how many tokens the target had cached, so accepted tokens are run again.
+    In a draft model with one layer, cached keys and values depend on the tokens alone, so those of
+    accepted tokens are kept. In later layers they also depend on how many tokens the target had
+    cached, so accepted tokens are run again.
     """
 
-    def __init__(self, weights: GlideWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
+    def __init__(
+        self,
+        weights: GlideWeights,
+        model: Model,
+        target: ModelRunner,
+        penalties: PenaltyProcessor | None,
+    ) -> None:
         super().__init__(weights, model, self._run, penalties)
-        self._target, self._theirs = target, known_architecture(model, "glide")
+        self._target = target
+        self._theirs = known_architecture(model, "glide")
         self._layers = GlideLayers(weights, model, model.dtype, self.products, self.gain)
-        with_keys = [index for index, kind in enumerate(self._theirs.layers) if kind.mixer == "attention"]
+        with_keys = [
+            index for index, kind in enumerate(self._theirs.layers) if kind.mixer == "attention"
+        ]
         if len(with_keys) < len(self.devices):
             problem = (
-                f"this GliDe model reads the keys of {len(self.devices)} layers, and the target has {len(with_keys)} with keys"
+                f"this GliDe model reads the keys of {len(self.devices)} layers, "
+                f"and the target has {len(with_keys)} with keys"
             )
             raise SpecgenError(problem, "Take a head that was trained for the target, or -m lookup")
         self._read_layers = with_keys[-len(self.devices) :]
         head = weights.tensors.get(HEAD)
         self._lm_head = None if head is None else self.products(head.to(self.device, model.dtype))
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
-        self._rotations = {name: RotaryTable(each, self.device, rounded) for name, each in self._theirs.rotary.items()}
+        self._rotations = {
+            name: RotaryTable(each, self.device, rounded)
+            for name, each in self._theirs.rotary.items()
+        }
 
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+        """Returns the logits after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on.
 
         The arguments are those of `ModelRunner.logits`.
         """
         committed = self._cached.committed
         if len(self.devices) > 1 and len(context) != committed:
-            self._cached.truncate(committed if committed > 1 else 0)  # a context of one token has seen no key of the target
+            # a context of one token has seen no key of the target
+            self._cached.truncate(committed if committed > 1 else 0)
         return super().logits(context, draft, parents, start=start)
 
     def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        normed = self._layers(self.embed(forward_pass), self.inputs(forward_pass), self._cross_inputs(forward_pass))
+        normed = self._layers(
+            self.embed(forward_pass), self.inputs(forward_pass), self._cross_inputs(forward_pass)
+        )
         kept = normed[-logits_to_keep:]
-        return ModelOutput(self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept), kept)
+        return ModelOutput(
+            self.target_model.head_logits(kept) if self._lm_head is None else self._lm_head(kept),
+            kept,
+        )
 
     def _cross_inputs(self, forward_pass: ForwardPass) -> list[CrossInputs]:
-        """Returns the inputs of each layer's cross-attention. A token sees the target's keys of the tokens before it.
+        """Returns the inputs of each layer's cross-attention. A token sees the target's keys of the
+        tokens before it.
 
         The first token of the context, which has none before it, sees its own key.
         """
@@ -177,24 +231,33 @@ class GlideRunner(DecoderRunner):
         made = []
         is_long = boundary is not None and forward_pass.context.prompt_length > boundary
         for layer in self._read_layers:
-            name, rotation = self._theirs.layers[layer].rotary, None
+            name = self._theirs.layers[layer].rotary
+            rotation = None
             if name is not None:
                 rotation = self._rotations[name].gather(at, is_long, forward_pass.last)[:, None]
-            made.append(CrossInputs(*self._target.cache.keys_and_values(layer, cached), rotation, mask))
+            made.append(
+                CrossInputs(*self._target.cache.keys_and_values(layer, cached), rotation, mask)
+            )
         return made
 
 
 @torch.no_grad()
 def make_runners(
-    weights: GlideWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+    weights: GlideWeights,
+    model: Model,
+    target: ModelRunner,
+    penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns `target`, which runs the whole `model` and verifies, and a runner of the GliDe draft model.
+    """Returns `target`, which runs the whole `model` and verifies, and a runner of the GliDe draft
+    model.
 
-    `penalties` makes the penalty processor for the draft's logits. Raises SpecgenError if the draft model cannot be run with this
-    target.
+    `penalties` makes the penalty processor for the draft's logits. Raises SpecgenError if the draft
+    model cannot be run with this target.
     """
     if launch() is not None:
-        problem = "glide reads the target's keys and values, which are split over torchrun's processes"
+        problem = (
+            "glide reads the target's keys and values, which are split over torchrun's processes"
+        )
         raise SpecgenError(problem, "Take another method, or run without torchrun")
     if not {EMBEDDING, HEAD} <= weights.tensors.keys():
         model.check_layers("glide")

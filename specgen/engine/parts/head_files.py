@@ -1,4 +1,5 @@
-"""The files of a head: tensors under one set of names, checks against the expected tensors, and copies of the target's tables."""
+"""The files of a head: tensors under one set of names, checks against the expected tensors, and
+copies of the target's tables."""
 
 from __future__ import annotations
 
@@ -14,16 +15,33 @@ from specgen.base.files import files_in
 from specgen.base.text import shown
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
-from specgen.engine.weights import BUFFER, SINGLE_FILE, Shape, WeightFiles, files_of_keys, reading_weights
+from specgen.engine.weights import (
+    BUFFER,
+    SINGLE_FILE,
+    Shape,
+    WeightFiles,
+    files_of_keys,
+    reading_weights,
+)
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 OTHER_HEAD = "Take another head"
 
 _CONVERTER = (
-    "import sys, torch; from safetensors.torch import save_file; save_file({name: tensor.clone().contiguous() for path in"
-    " sys.argv[2:] for name, tensor in torch.load(path, map_location='cpu', weights_only=True).items()}, sys.argv[1])"
+    "import sys, torch; from safetensors.torch import save_file; save_file({name: "
+    "tensor.clone().contiguous() for path in"
+    " sys.argv[2:] for name, tensor in torch.load(path, map_location='cpu', "
+    "weights_only=True).items()}, sys.argv[1])"
 )
-_TABLES = (EMBEDDING, "wte.weight", "embed_in.weight", "word_embeddings.weight", HEAD, "embed_out.weight")  # of targets
+# of targets
+_TABLES = (
+    EMBEDDING,
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
+    HEAD,
+    "embed_out.weight",
+)
 _ROWS = 128  # rows that are compared; unrelated models differ in nearly every number
 
 
@@ -32,11 +50,13 @@ def open_head(
 ) -> tuple[WeightFiles, bool]:
     """Opens the tensors of a head, under the names that specgen uses for all layouts.
 
-    `names` has pairs of the beginning of a name in files (a pattern) and what replaces it. Also returns whether the files hold
-    the model that the head was trained with (Medusa-2): then there are layers whose names do not match `part`, and the tensors of
-    that model are left out. Raises SpecgenError if the folder has no safetensors weights, or if they cannot be read.
+    `names` has pairs of the beginning of a name in files (a pattern) and what replaces it. Also
+    returns whether the files hold the model that the head was trained with (Medusa-2): then there
+    are layers whose names do not match `part`, and the tensors of that model are left out. Raises
+    SpecgenError if the folder has no safetensors weights, or if they cannot be read.
     """
-    owner, single = f"the head {folder}", _weight_file(folder)
+    owner = f"the head {folder}"
+    single = _weight_file(folder)
     with reading_weights(owner):
         keys = files_of_keys(folder, single)
     parts = {key for key in keys if part.match(key)}
@@ -53,7 +73,8 @@ def open_head(
 
 
 def _weight_file(folder: Path) -> str:
-    """Returns the name of the file that holds the head's tensors, unless there is an index of several files.
+    """Returns the name of the file that holds the head's tensors, unless there is an index of
+    several files.
 
     Raises SpecgenError if there is none, and for formats that can run code when they are read.
     """
@@ -65,10 +86,16 @@ def _weight_file(folder: Path) -> str:
         return SINGLE_FILE if has_index or len(found) > 1 else found[0]
     others = files_in(folder, "*.bin", "*.pt", "*.pth")
     if not others:
-        raise SpecgenError(f"there is no head in {folder}: it has no safetensors file", "Name the folder of a trained head")
+        raise SpecgenError(
+            f"there is no head in {folder}: it has no safetensors file",
+            "Name the folder of a trained head",
+        )
     paths = " ".join(shlex.quote(str(path)) for path in (folder / SINGLE_FILE, *others))
     raise SpecgenError(
-        f"the head {folder} has no safetensors weights (only {shown(others[0].name)}, which can run code when it is read)",
+        (
+            f"the head {folder} has no safetensors weights (only {shown(others[0].name)}, "
+            "which can run code when it is read)"
+        ),
         f'Convert it: python -c "{_CONVERTER}" {paths}',
     )
 
@@ -76,12 +103,16 @@ def _weight_file(folder: Path) -> str:
 def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
     """Returns the expected tensors in their stored dtype.
 
-    Raises SpecgenError if the files lack one of them, have another one, or have one of another shape; this is checked before any
-    tensor is read. Raises it too for tensors that hold NaN or infinities.
+    Raises SpecgenError if the files lack one of them, have another one, or have one of another
+    shape; this is checked before any tensor is read. Raises it too for tensors that hold NaN or
+    infinities.
     """
     files.check(expected)
     if unknown := sorted(files.names - expected.keys()):
-        problem = f"it has {len(unknown)} tensors that such a part does not have (the first: {files.key(unknown[0])})"
+        problem = (
+            f"it has {len(unknown)} tensors that such a part does not have (the "
+            f"first: {files.key(unknown[0])})"
+        )
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
@@ -90,20 +121,27 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
             continue
         taken[name] = tensor = files.take(name)
         if not tensor.isfinite().all():
-            raise files.refuse(f"{files.key(name)} holds NaN or infinities", "Its training diverged, or its file is damaged")
+            raise files.refuse(
+                f"{files.key(name)} holds NaN or infinities",
+                "Its training diverged, or its file is damaged",
+            )
     return taken
 
 
 def matrix_shape(files: WeightFiles, name: str) -> tuple[int, int]:
-    """Returns the numbers of rows and columns of the matrix `name`. Raises SpecgenError if it is missing, empty or no matrix."""
+    """Returns the numbers of rows and columns of the matrix `name`. Raises SpecgenError if it is
+    missing, empty or no matrix."""
     shape = files.shape(name)
     if len(shape) != 2 or 0 in shape:
         raise files.refuse(f"{files.key(name)} is no matrix in its file")
     return shape[0], shape[1]
 
 
-def check_size(files: WeightFiles, name: str, what: str, found: int, target: LoadedModel, expected: int) -> None:
-    """Raises SpecgenError unless `found`, a size in the head's files, is `expected`, that of the target.
+def check_size(
+    files: WeightFiles, name: str, what: str, found: int, target: LoadedModel, expected: int
+) -> None:
+    """Raises SpecgenError unless `found`, a size in the head's files, is `expected`, that of the
+    target.
 
     `name` is the tensor that shows the size, and `what` says in the message what has this size.
     """
@@ -113,11 +151,13 @@ def check_size(files: WeightFiles, name: str, what: str, found: int, target: Loa
         raise SpecgenError(f"{files.owner} was made for another target: {shows}", hint)
 
 
-def check_vocabulary(files: WeightFiles, name: str, target: LoadedModel, size: int | None = None) -> None:
+def check_vocabulary(
+    files: WeightFiles, name: str, target: LoadedModel, size: int | None = None
+) -> None:
     """Raises SpecgenError if the head was made for a target with another vocabulary size.
 
-    The number of rows of the tensor `name` decides. If it is missing, `size`, from the head's config.json, decides; None: nothing
-    is checked.
+    The number of rows of the tensor `name` decides. If it is missing, `size`, from the head's
+    config.json, decides; None: nothing is checked.
     """
     found = (*files.shape(name), 1)[0] if name in files else size
     if found is not None:
@@ -125,11 +165,14 @@ def check_vocabulary(files: WeightFiles, name: str, target: LoadedModel, size: i
         check_size(files, shows, "a vocabulary of", found, target, target.model.shape.vocab_size)
 
 
-def drop_copies(files: WeightFiles, tensors: dict[str, torch.Tensor], names: Sequence[str], target: LoadedModel) -> str | None:
-    """Removes from `tensors` those of the tables `names` (embedding, LM head) that are copies of the target's.
+def drop_copies(
+    files: WeightFiles, tensors: dict[str, torch.Tensor], names: Sequence[str], target: LoadedModel
+) -> str | None:
+    """Removes from `tensors` those of the tables `names` (embedding, LM head) that are copies of
+    the target's.
 
-    Returns a warning if a table differs from the target's, so that the head may have been made for another target; None
-    otherwise.
+    Returns a warning if a table differs from the target's, so that the head may have been made for
+    another target; None otherwise.
     """
     warning = None
     for name in names:
@@ -138,48 +181,73 @@ def drop_copies(files: WeightFiles, tensors: dict[str, torch.Tensor], names: Seq
             del tensors[name]
         elif is_copy is False:
             table = "embedding" if name == EMBEDDING else "LM head"
-            warning = f"its {table} is not that of {target.name}: it may have been made for another target"
+            warning = (
+                f"its {table} is not that of {target.name}: it may have been made "
+                "for another target"
+            )
     return warning
 
 
 def _is_copy(files: WeightFiles, name: str, target: LoadedModel) -> bool | None:
-    """Whether some rows of a head's embedding or LM head are the target's, rounded to the narrower dtype.
+    """Whether some rows of a head's embedding or LM head are the target's, rounded to the narrower
+    dtype.
 
-    None: the target's files do not have the table in a known form, as transformers may have loaded them.
+    None: the target's files do not have the table in a known form, as transformers may have loaded
+    them.
     """
     rows = files.shape(name)[0]
     ranges = [range(row, row + 1) for row in range(0, rows, max(1, rows // _ROWS))]
     try:
         theirs = WeightFiles(target.folder, target.name)
         tables = _TABLES if name == EMBEDDING else _TABLES[::-1]
-        found = next((key for table in tables for key in theirs.names if f".{key}".endswith(f".{table}")), None)
+        found = next(
+            (key for table in tables for key in theirs.names if f".{key}".endswith(f".{table}")),
+            None,
+        )
         if found is None or theirs.shape(found) != files.shape(name):
             return None
         of_target = theirs.take_part(found, 0, ranges)
     except SpecgenError:
         return None
     own = files.take_part(name, 0, ranges).cpu()
-    return torch.equal(own.to(of_target.dtype), of_target) or torch.equal(own, of_target.to(own.dtype))
+    return torch.equal(own.to(of_target.dtype), of_target) or torch.equal(
+        own, of_target.to(own.dtype)
+    )
 
 
-def expect(files: WeightFiles, shapes: dict[str, Shape], some: Mapping[str, Shape], *, are_needed: bool = False) -> None:
-    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they `are_needed` of all."""
+def expect(
+    files: WeightFiles,
+    shapes: dict[str, Shape],
+    some: Mapping[str, Shape],
+    *,
+    are_needed: bool = False,
+) -> None:
+    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they
+    `are_needed` of all."""
     shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
 
 
 def unsupported(files: WeightFiles, name: str, value: object) -> SpecgenError:
-    return files.refuse(f"{shown(name)} = {shown(repr(value), 40)} in its config.json is not supported", OTHER_HEAD)
+    return files.refuse(
+        f"{shown(name)} = {shown(repr(value), 40)} in its config.json is not supported", OTHER_HEAD
+    )
 
 
-def target_ids(files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel) -> torch.Tensor | None:
-    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the target's id of each of the
-    head's ids; None if they are equal."""
-    offsets, used = tensors.pop("d2t", None), tensors.pop("t2d", None)
+def target_ids(
+    files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel
+) -> torch.Tensor | None:
+    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the
+    target's id of each of the head's ids; None if they are equal."""
+    offsets = tensors.pop("d2t", None)
+    used = tensors.pop("t2d", None)
     if offsets is None:
         return None
-    ids, vocab_size = offsets + torch.arange(len(offsets)), target.model.shape.vocab_size
+    ids = offsets + torch.arange(len(offsets))
+    vocab_size = target.model.shape.vocab_size
     if not are_rising(ids, vocab_size):
-        raise files.refuse(f"{files.key('d2t')} does not map its ids to rising ids of {target.name}")
+        raise files.refuse(
+            f"{files.key('d2t')} does not map its ids to rising ids of {target.name}"
+        )
     if used is not None and not torch.equal(torch.isin(torch.arange(len(used)), ids), used != 0):
         raise files.refuse(f"{files.key('t2d')} and {files.key('d2t')} contradict each other")
     return None if len(ids) == vocab_size else ids.to(target.device)
@@ -187,4 +255,9 @@ def target_ids(files: WeightFiles, tensors: dict[str, torch.Tensor], target: Loa
 
 def are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
     """Whether ids are different ones of a vocabulary, in ascending order."""
-    return len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size and bool((ids.diff() > 0).all())
+    return (
+        len(ids) > 0
+        and int(ids[0]) >= 0
+        and int(ids[-1]) < vocab_size
+        and bool((ids.diff() > 0).all())
+    )

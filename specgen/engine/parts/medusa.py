@@ -1,4 +1,5 @@
-"""Runs Medusa heads (Cai et al. 2024, section 2.1): they predict several tokens at once from one hidden state of the target."""
+"""Runs Medusa heads (Cai et al. 2024, section 2.1): they predict several tokens at once from one
+hidden state of the target."""
 
 from __future__ import annotations
 
@@ -19,46 +20,66 @@ from specgen.engine.penalties import PenaltyProcessor
 
 
 class MedusaRunner(BlockRunner):
-    """Runs K Medusa heads as a draft model of the target `model`, whose runner is `target`. Row m is computed by head m.
+    """Runs K Medusa heads as a draft model of the target `model`, whose runner is `target`. Row m
+    is computed by head m.
 
-    All heads read the hidden state from which `target` predicted the context's last token. `rank_accuracies` is as in
-    `MedusaWeights`.
+    All heads read the hidden state from which `target` predicted the context's last token.
+    `rank_accuracies` is as in `MedusaWeights`.
     """
 
     draws = True
 
-    def __init__(self, weights: MedusaWeights, model: Model, target: ModelRunner, penalties: PenaltyProcessor | None) -> None:
+    def __init__(
+        self,
+        weights: MedusaWeights,
+        model: Model,
+        target: ModelRunner,
+        penalties: PenaltyProcessor | None,
+    ) -> None:
         super().__init__(target, len(weights.blocks), penalties)
         self.rank_accuracies = weights.rank_accuracies
-        self._model, self._target = model, target
-        # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks with the same index.
+        self._model = model
+        self._target = target
+        # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks
+        # with the same index.
         self._blocks = []
         for blocks in zip(*weights.blocks, strict=True):
-            matrices = torch.stack([matrix.to(model.device, model.dtype).t() for matrix, _ in blocks])
+            matrices = torch.stack(
+                [matrix.to(model.device, model.dtype).t() for matrix, _ in blocks]
+            )
             biases = torch.stack([bias.to(model.device, model.dtype)[None] for _, bias in blocks])
             self._blocks.append((matrices, biases))
         make_product = ProductFactory(model.device, model.dtype)
-        self._lm_heads = [make_product(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()]
-        self._vocabulary = None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+        self._lm_heads = [
+            make_product(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()
+        ]
+        self._vocabulary = (
+            None if weights.vocabulary is None else weights.vocabulary.to(model.device)
+        )
 
     def rows(self, context: Context, count: int) -> ModelOutput:
         return ModelOutput(self._of_all_heads(self._hidden_state(context)))
 
     def _of_all_heads(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width] after the final norm."""
+        """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width]
+        after the final norm."""
         states = hidden.to(self._model.dtype).expand(self.longest_draft, 1, -1)
         for matrices, biases in self._blocks:
             states = states + F.silu(torch.baddbmm(biases, states, matrices))
         if not self._lm_heads:
             return self._model.head_logits(states[:, 0])
-        logits = torch.cat([head(state) for head, state in zip(self._lm_heads, states, strict=True)])
+        logits = torch.cat(
+            [head(state) for head, state in zip(self._lm_heads, states, strict=True)]
+        )
         return of_all_tokens(logits, self._vocabulary, self.vocab_size)
 
     def _hidden_state(self, context: Context) -> torch.Tensor:
-        """Returns the hidden state [width] from which the target predicts the last token of the context.
+        """Returns the hidden state [width] from which the target predicts the last token of the
+        context.
 
-        It is a by-product of the target's last pass. After an interruption, or for a context of which the target has not run all
-        tokens but the last, the target runs the last of these again.
+        It is a by-product of the target's last pass. After an interruption, or for a context of
+        which the target has not run all tokens but the last, the target runs the last of these
+        again.
         """
         hidden = self._target.last_hidden_state(context)
         if hidden is None:
@@ -72,13 +93,17 @@ class MedusaRunner(BlockRunner):
 
 @torch.no_grad()
 def make_runners(
-    weights: MedusaWeights, model: Model, target: ModelRunner, penalties: Callable[[], PenaltyProcessor | None]
+    weights: MedusaWeights,
+    model: Model,
+    target: ModelRunner,
+    penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of the target's penalties.
+    """Returns a runner of the target and one of its Medusa heads. `penalties` makes a processor of
+    the target's penalties.
 
-    `target` is the target's own runner. It is returned unless transformers runs the model: since transformers' forward passes
-    return no hidden states, a runner that runs the layers one by one then takes its place. Raises SpecgenError if the layers of
-    such a model cannot be run so.
+    `target` is the target's own runner. It is returned unless transformers runs the model: since
+    transformers' forward passes return no hidden states, a runner that runs the layers one by one
+    then takes its place. Raises SpecgenError if the layers of such a model cannot be run so.
     """
     if not isinstance(model, NativeModel):
         model.check_layers("medusa")

@@ -1,13 +1,17 @@
-"""The drafting layers in a target's own files (multi-token prediction, MTP): reads their layouts, and runs them.
+"""The drafting layers in a target's own files (multi-token prediction, MTP): reads their layouts,
+and runs them.
 
-Layer k, from 0, joins token i + k + 1 with a hidden state at token i: layer 0 with the target's, a later layer with that of layer
-k - 1. With N for RMSNorm, E for the embedding, and `eh_proj` for one weight that reads both parts,
+Layer k, from 0, joins token i + k + 1 with a hidden state at token i: layer 0 with the target's, a
+later layer with that of layer k - 1. With N for RMSNorm, E for the embedding, and `eh_proj` for one
+weight that reads both parts,
 
-    x = eh_proj [N(E(token)); N(state)]     h = N(decoder layer(x))     the target's LM head on h predicts token i + k + 2
+    x = eh_proj [N(E(token)); N(state)]
+    h = N(decoder layer(x))
+    the target's LM head on h predicts token i + k + 2
 
-(DeepSeek-V3, arXiv:2412.19437, section 2.2). If there is only one layer, it drafts any number of tokens: h is the state that the
-next token is joined with, as in EAGLE. If there are several, layer k drafts the k-th token of a draft (from 0), and each layer
-has a KV cache of its own.
+(DeepSeek-V3, arXiv:2412.19437, section 2.2). If there is only one layer, it drafts any number of
+tokens: h is the state that the next token is joined with, as in EAGLE. If there are several, layer
+k drafts the k-th token of a draft (from 0), and each layer has a KV cache of its own.
 
 The assistants of Gemma 4 do the same with files of their own (`AssistantRunner`).
 """
@@ -36,7 +40,13 @@ from specgen.engine.native.config_reading import attention_architecture, read_ar
 from specgen.engine.native.inputs import InputMaker, KindInputs, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer import norm_function, norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, final_norm, layer_shapes
+from specgen.engine.native.layer_weights import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    final_norm,
+    layer_shapes,
+)
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.parts.head_files import (
@@ -56,9 +66,13 @@ from specgen.engine.weights import Shape, WeightFiles, model_files
 _TOKEN_NORM, _STATE_NORM, _JOIN, _OUT_NORM = (
     f"layers.{{}}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 )
-_LAYER = re.compile(r"layers\.(\d{1,9})\.(.*)")  # with a number after those of the target's layers: DeepSeek-V3's layout
-_COPY = re.compile(r"embed_tokens\.weight|shared_head\.head\.weight")  # of the target's embedding and LM head
-_NAMES = (  # patterns of names in the files, without the prefix `model.`, and what they become, one after the other
+# with a number after those of the target's layers: DeepSeek-V3's layout
+_LAYER = re.compile(r"layers\.(\d{1,9})\.(.*)")
+# of the target's embedding and LM head
+_COPY = re.compile(r"embed_tokens\.weight|shared_head\.head\.weight")
+# patterns of names in the files, without the prefix `model.`, and what they become, one after the
+# other
+_NAMES = (
     (r"^mtp(_layers|\.layers)\.", "layers."),  # of MiMo-7B; of Qwen3-Next and MiMo-V2-Flash
     (r"^mtp\.(fc|norm|pre_fc_norm_\w+)\.", r"layers.0.\1."),  # of Qwen3-Next
     (r"\.(pre_fc_norm_embedding|token_layernorm)\.", ".enorm."),
@@ -67,18 +81,23 @@ _NAMES = (  # patterns of names in the files, without the prefix `model.`, and w
     (r"\.(norm|final_layernorm)\.", ".shared_head.norm."),
     (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
 )
-_MIMO_JOIN = "input_proj"  # MiMo-7B's, which reads [state; embedding], with the state before the target's final norm
-JOIN, POST = "pre_projection.weight", "post_projection.weight"  # of an assistant of Gemma 4
-_CENTROIDS, _ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
+# MiMo-7B's, which reads [state; embedding], with the state before the target's final norm
+_MIMO_JOIN = "input_proj"
+# of an assistant of Gemma 4
+JOIN = "pre_projection.weight"
+POST = "post_projection.weight"
+_CENTROIDS = "masked_embedding.centroids.weight"
+_ORDER = "masked_embedding.token_ordering"
 _OTHERS = "Take another method: all others work with this target"
 
 
 def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
-    """Looks for drafting layers in the target's files. Returns the files, and the `architecture` for `MtpWeights`; None if there
-    are none.
+    """Looks for drafting layers in the target's files. Returns the files, and the `architecture`
+    for `MtpWeights`; None if there are none.
 
-    The files have the tensors under their names in `MtpWeights`. Reads no weights. Raises SpecgenError, in one line, for layers
-    of an unknown layout, and if the native decoder does not know the model's family.
+    The files have the tensors under their names in `MtpWeights`. Reads no weights. Raises
+    SpecgenError, in one line, for layers of an unknown layout, and if the native decoder does not
+    know the model's family.
     """
     count = target.model.shape.num_layers
 
@@ -93,7 +112,9 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
             name = re.sub(published, named, name)
         return name
 
-    files = WeightFiles(target.folder, f"the drafting layers of {target.name}", target.device, name_of=name_of)
+    files = WeightFiles(
+        target.folder, f"the drafting layers of {target.name}", target.device, name_of=name_of
+    )
     if not files.names:
         return None
     whole = _attention_architecture(target)
@@ -112,7 +133,8 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
 
 
 def _attention_architecture(target: LoadedModel) -> Architecture:
-    """Returns the architecture of the target's layers with attention, also where transformers runs its layers."""
+    """Returns the architecture of the target's layers with attention, also where transformers runs
+    its layers."""
     if not isinstance(target.model.shape, Architecture):
         with suppress(UnsupportedConfig):
             return attention_architecture(target.prepared.raw)
@@ -129,7 +151,8 @@ def _shapes(architecture: Architecture) -> dict[str, Shape]:
 
 
 def read_layers(target: LoadedModel) -> MtpWeights:
-    """Returns the weights of the drafting layers in the target's files. The files must have such layers (see `find_layers`).
+    """Returns the weights of the drafting layers in the target's files. The files must have such
+    layers (see `find_layers`).
 
     Raises SpecgenError as `find_layers` does, and for damaged files.
     """
@@ -140,19 +163,23 @@ def read_layers(target: LoadedModel) -> MtpWeights:
     tensors = take_exactly(files, _shapes(architecture))
     if _MIMO_JOIN in files.key(_JOIN.format(0)):
         final_norm = (
-            model_files(target.folder, target.name, target.device).take(FINAL_NORM).float() + architecture.norm_weight_offset
+            model_files(target.folder, target.name, target.device).take(FINAL_NORM).float()
+            + architecture.norm_weight_offset
         )
         for name in (_JOIN.format(index) for index in range(architecture.num_layers)):
             tensors[name] = tensors[name].roll(architecture.hidden_size, dims=1)
     return MtpWeights(architecture, tensors, final_norm)
 
 
-def before_final_norm(weights: MtpWeights, device: torch.device) -> Callable[[Tensor], Tensor] | None:
-    """Returns a function that turns the target's hidden states after the final norm into those before it; None if they are not
-    needed.
+def before_final_norm(
+    weights: MtpWeights, device: torch.device
+) -> Callable[[Tensor], Tensor] | None:
+    """Returns a function that turns the target's hidden states after the final norm into those
+    before it; None if they are not needed.
 
-    Some layers (MiMo-7B's) read the states before the norm. The function divides by the norm's weight. The result differs from
-    the original state by a factor, which does not matter because the layers apply a norm of their own.
+    Some layers (MiMo-7B's) read the states before the norm. The function divides by the norm's
+    weight. The result differs from the original state by a factor, which does not matter because
+    the layers apply a norm of their own.
     """
     if weights.final_norm is None:
         return None
@@ -164,8 +191,8 @@ def before_final_norm(weights: MtpWeights, device: torch.device) -> Callable[[Te
 class MtpLayer:
     """Drafting layer number `index`, with the projection before it and the norm after it.
 
-    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`; `norm_gain` is `gain` of
-    `layer.norm_function`.
+    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`;
+    `norm_gain` is `gain` of `layer.norm_function`.
     """
 
     def __init__(
@@ -188,23 +215,29 @@ class MtpLayer:
 
         norms = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM)))
         self._join = make_product((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
-        (self._layer,) = native_layers(architecture, [0], take, dtype, make_product, norm_gain, index)
+        (self._layer,) = native_layers(
+            architecture, [0], take, dtype, make_product, norm_gain, index
+        )
         self._norm = norm(_OUT_NORM).to(dtype)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, embeddings: Tensor, states: Tensor, inputs: PassInputs) -> Tensor:
         """Returns the hidden states h [n, width] of n pairs; see the module.
 
-        `embeddings` [n, width] are those of the pairs' tokens, `states` [n, width] the hidden states that they are joined with.
+        `embeddings` [n, width] are those of the pairs' tokens, `states` [n, width] the hidden
+        states that they are joined with.
         """
         pairs = self._normed(torch.stack((embeddings, states), dim=1)).flatten(1)
         return self._normed(self._layer(self._join(pairs), inputs)) * self._norm
 
 
-def read_assistant(files: WeightFiles, target: LoadedModel, config: Mapping[str, Any]) -> AssistantWeights:
+def read_assistant(
+    files: WeightFiles, target: LoadedModel, config: Mapping[str, Any]
+) -> AssistantWeights:
     """Returns an assistant of Gemma 4 whose files and config.json these are.
 
-    Raises SpecgenError for unsupported variants, for damaged files, and for assistants of other targets.
+    Raises SpecgenError for unsupported variants, for damaged files, and for assistants of other
+    targets.
     """
     theirs = known_architecture(target.model, "an assistant of Gemma 4", any_sizes=True)
     inner = config.get("text_config")
@@ -215,19 +248,36 @@ def read_assistant(files: WeightFiles, target: LoadedModel, config: Mapping[str,
     except UnsupportedConfig as error:
         raise unsupported(files, error.field, error.value) from error
     if made.model_type != theirs.model_type or made.per_layer_size or made.mixture is not None:
-        problem = f"it has to consist of layers of {theirs.model_type}, without experts and embeddings of their own"
+        problem = (
+            f"it has to consist of layers of {theirs.model_type}, without experts "
+            "and embeddings of their own"
+        )
         raise files.refuse(problem, OTHER_HEAD)
-    check_size(files, POST, "a hidden size of", matrix_shape(files, POST)[0], target, theirs.hidden_size)
+    check_size(
+        files, POST, "a hidden size of", matrix_shape(files, POST)[0], target, theirs.hidden_size
+    )
     check_vocabulary(files, EMBEDDING, target)
     layers = []
     for kind in made.layers:
-        own = [index for index, other in enumerate(theirs.layers) if other.rotary == kind.rotary and other.owner is None]
+        own = [
+            index
+            for index, other in enumerate(theirs.layers)
+            if other.rotary == kind.rotary and other.owner is None
+        ]
         read = theirs.of_layer(own[-1]) if own else None
-        if read is None or read.head_size != (kind.head_size or made.head_size) or made.num_heads % read.num_kv_heads:
-            raise files.refuse(f"its layers do not fit to the keys and values of {target.name}", OTHER_HEAD)
+        if (
+            read is None
+            or read.head_size != (kind.head_size or made.head_size)
+            or made.num_heads % read.num_kv_heads
+        ):
+            raise files.refuse(
+                f"its layers do not fit to the keys and values of {target.name}", OTHER_HEAD
+            )
         layers.append(replace(kind, owner=own[-1], kv_heads=read.num_kv_heads))
     architecture = replace(made, layers=tuple(layers))
-    width, tokens, groups = made.hidden_size, theirs.vocab_size, 0
+    width = made.hidden_size
+    tokens = theirs.vocab_size
+    groups = 0
     shapes: dict[str, Shape] = {EMBEDDING: (tokens, width), FINAL_NORM: (width,)}
     shapes |= {JOIN: (width, 2 * theirs.hidden_size), POST: (theirs.hidden_size, width)}
     for index in range(made.num_layers):
@@ -248,11 +298,13 @@ def read_assistant(files: WeightFiles, target: LoadedModel, config: Mapping[str,
 class AssistantRunner:
     """Drafts with an assistant of Gemma 4. Implements `DraftRunner`.
 
-    Like drafting layer 0 (see the module), with h = N(decoder layers(x)) and x = `pre_projection` [E(token); state]: the first
-    state is the target's, and `post_projection` h is the state that the next token is joined with. But E is the target's
-    embedding, the logits are those of the assistant's own table, and the layers have no keys and values: each reads those of one
-    of the target's layers, of the tokens before the context's last one. All drafted tokens have the position of that token. So no
-    drafted token sees another, and each level of a draft takes a pass.
+    Like drafting layer 0 (see the module), with h = N(decoder layers(x)) and x = `pre_projection`
+    [E(token); state]: the first state is the target's, and `post_projection` h is the state that
+    the next token is joined with. But E is the target's embedding, the logits are those of the
+    assistant's own table, and the layers have no keys and values: each reads those of one of the
+    target's layers, of the tokens before the context's last one. All drafted tokens have the
+    position of that token. So no drafted token sees another, and each level of a draft takes a
+    pass.
     """
 
     def __init__(
@@ -263,12 +315,17 @@ class AssistantRunner:
         penalties: PenaltyProcessor | None,
     ) -> None:
         if not isinstance(model, NativeModel):
-            raise SpecgenError("an assistant of Gemma 4 needs its target on the native backend", "Take --backend auto or native")
+            raise SpecgenError(
+                "an assistant of Gemma 4 needs its target on the native backend",
+                "Take --backend auto or native",
+            )
         made = weights.architecture
         self.device = model.device
         self.context_limit = model.shape.context_limit
         self.num_embeddings = self.vocab_size = model.shape.vocab_size
-        self.target = FeatureRunner(model, model.forward(taps=[model.shape.num_layers]), model.new_cache(), target_penalties)
+        self.target = FeatureRunner(
+            model, model.forward(taps=[model.shape.num_layers]), model.new_cache(), target_penalties
+        )
         self._model = model
         self._penalties = penalties
         self._kinds = made.layers
@@ -281,7 +338,9 @@ class AssistantRunner:
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(self.device)
 
-        self._layers = native_layers(made, layer_kinds(made, devices)[1], take, model.dtype, make_product, gain)
+        self._layers = native_layers(
+            made, layer_kinds(made, devices)[1], take, model.dtype, make_product, gain
+        )
         self._norm = final_norm(made, take, model.dtype, gain)
         self._normed = norm_function(made.norm_eps, gain)
         self._join, self._post = (make_product(take(name).to(model.dtype)) for name in (JOIN, POST))
@@ -290,8 +349,10 @@ class AssistantRunner:
         if self._groups:
             self._centroids = make_product(take(_CENTROIDS).to(model.dtype))
             self._order = take(_ORDER).view(len(weights.tensors[_CENTROIDS]), -1)
-        self._known: tuple[Context, int, TreeNodes] | None = None  # the last call's context, its length, and its draft
-        self._rows = self._norm, self._norm  # the logits and the states that were computed for these
+        # the last call's context, its length, and its draft
+        self._known: tuple[Context, int, TreeNodes] | None = None
+        # the logits and the states that were computed for these
+        self._rows = self._norm, self._norm
 
     def room(self, context: Context) -> int:
         """Returns how many tokens can be drafted: none without a token before the last one."""
@@ -300,22 +361,32 @@ class AssistantRunner:
 
     @inference
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits after the context (index 0) and after each draft token i (index i + 1), from index `start` on.
+        """Returns the logits after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on.
 
-        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the states of the next tokens.
+        The arguments are those of `ModelRunner.logits`. The output's `hidden_states` are the states
+        of the next tokens.
         """
         tokens, above = nodes = draft_nodes(list(draft), parents)
         done = 0
-        known, self._known = self._known, None
+        known = self._known
+        self._known = None
         if known is None or known[0] is not context or known[1] != len(context):
             cached, _ = self.target.share_prefix(context)
             before = ForwardPass(context, NO_NODES, cached - 1, cached, self.target.cache)
             self._pass = self._pass_after(cached)
             self._rows = self._run(context.ids[-1:], self.target.features(before))
         else:
-            for own, other in zip(zip(*nodes, strict=True), zip(*known[2], strict=True), strict=False):
+            for own, other in zip(
+                zip(*nodes, strict=True), zip(*known[2], strict=True), strict=False
+            ):
                 if own != other:
                     break
                 done += 1
@@ -334,7 +405,8 @@ class AssistantRunner:
         return penalised(found, self._penalties, context, draft, parents, start)
 
     def _pass_after(self, cached: int) -> PassInputs:
-        """Returns the layers' inputs behind `cached` tokens of the target: what they read of it, and the rotations.
+        """Returns the layers' inputs behind `cached` tokens of the target: what they read of it,
+        and the rotations.
 
         A layer with a sliding window of w tokens sees the last w + 1 of the target's.
         """
@@ -344,7 +416,10 @@ class AssistantRunner:
             keys, values = self.target.cache.keys_and_values(kind.owner, cached)
             first = 0 if kind.window is None else max(0, cached - 1 - kind.window)
             entries.append(LayerEntries(keys, keys[:, first:], values[:, first:]))
-        rotations = [None if table is None else table.rows(cached, cached + 1)[:, None] for table in self._tables]
+        rotations = [
+            None if table is None else table.rows(cached, cached + 1)[:, None]
+            for table in self._tables
+        ]
         return PassInputs(1, 1, [KindInputs(rotation, None, entries) for rotation in rotations])
 
     def _run(self, tokens: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,7 +427,9 @@ class AssistantRunner:
 
         Returns the logits and the states of the next tokens.
         """
-        hidden = self._join(torch.cat((self._model.embeddings(torch.tensor(tokens)), states), dim=1))
+        hidden = self._join(
+            torch.cat((self._model.embeddings(torch.tensor(tokens)), states), dim=1)
+        )
         inputs = self._pass._replace(rows=len(tokens), written=len(tokens))
         for layer in self._layers:
             hidden = layer(hidden, inputs)
@@ -360,7 +437,8 @@ class AssistantRunner:
         return self._scores(hidden), self._post(hidden)
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [n, vocabulary] for `hidden` [n, width]; -inf for tokens outside the likeliest groups."""
+        """Returns the logits [n, vocabulary] for `hidden` [n, width]; -inf for tokens outside the
+        likeliest groups."""
         if not self._groups:
             return self._head(hidden)
         best = self._centroids(hidden).topk(self._groups, dim=-1).indices
@@ -377,14 +455,21 @@ class AssistantRunner:
 
 
 def without_first(inputs: PassInputs, count: int, last: int) -> PassInputs:
-    """Returns `inputs` changed so that the tokens of the pass do not see the first `count` entries of the cache.
+    """Returns `inputs` changed so that the tokens of the pass do not see the first `count` entries
+    of the cache.
 
     `last` is the number of cache entries, those of the pass's tokens included.
     """
     kinds = []
     for rotation, mask, entries in inputs.kinds:
         assert entries is not None
-        hidden = max(0, count + entries[0].keys.shape[1] - last)  # in a sliding window, the keys are not all
-        cut = [LayerEntries(written, keys[:, hidden:], values[:, hidden:]) for written, keys, values in entries]
-        kinds.append(KindInputs(rotation, mask if mask is None or mask is CAUSAL else mask[:, hidden:], cut))
+        # in a sliding window, the keys are not all
+        hidden = max(0, count + entries[0].keys.shape[1] - last)
+        cut = [
+            LayerEntries(written, keys[:, hidden:], values[:, hidden:])
+            for written, keys, values in entries
+        ]
+        kinds.append(
+            KindInputs(rotation, mask if mask is None or mask is CAUSAL else mask[:, hidden:], cut)
+        )
     return inputs._replace(kinds=kinds)

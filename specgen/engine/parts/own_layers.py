@@ -1,11 +1,14 @@
-"""The target drafts for itself: with its first layers and a trained exit (EESD, section 3.1), or without some layers (Self-SD).
+"""The target drafts for itself: with its first layers and a trained exit (EESD, section 3.1), or
+without some layers (Self-SD).
 
-An exit consists of native layers; the target may be run by either backend. Target and draft are two runners on the same model.
-Both start from the hidden states after layer N, which a third runner computes once per token and keeps. So verifying a draft runs
-only the layers after the first N. A predictor of acceptance for Cali-TS (Eq. 5) may have been trained with the exit.
+An exit consists of native layers; the target may be run by either backend. Target and draft are two
+runners on the same model. Both start from the hidden states after layer N, which a third runner
+computes once per token and keeps. So verifying a draft runs only the layers after the first N. A
+predictor of acceptance for Cali-TS (Eq. 5) may have been trained with the exit.
 
-Layer skipping (Zhang et al. 2023) uses the target's KV cache: it reads the keys and values of the committed tokens, and writes
-those of drafted tokens after them. The latter are reused while the draft grows, and dropped when the target itself runs.
+Layer skipping (Zhang et al. 2023) uses the target's KV cache: it reads the keys and values of the
+committed tokens, and writes those of drafted tokens after them. The latter are reused while the
+draft grows, and dropped when the target itself runs.
 """
 
 from __future__ import annotations
@@ -45,30 +48,37 @@ MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
 
 def check_exit(model: Model, after: int, layers: int, name: str = "the exit") -> None:
-    """Raises SpecgenError unless the model can have an exit with `layers` decoder layers after its first `after` layers.
+    """Raises SpecgenError unless the model can have an exit with `layers` decoder layers after its
+    first `after` layers.
 
-    The model needs a layer before the exit and one after it. `name` is what the message calls the exit.
+    The model needs a layer before the exit and one after it. `name` is what the message calls the
+    exit.
     """
     if not 0 <= layers <= MAX_LAYERS:
-        raise SpecgenError(f"{name} has {layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}")
+        raise SpecgenError(
+            f"{name} has {layers} layers", f"It can have 0 (a head alone) to {MAX_LAYERS}"
+        )
     count = model.shape.num_layers
     if not 1 <= after < count:
-        raise SpecgenError(f"{name} is after layer {after} of {count}", f"It can be after layer 1 to {count - 1}")
+        raise SpecgenError(
+            f"{name} is after layer {after} of {count}", f"It can be after layer 1 to {count - 1}"
+        )
 
 
 def default_exit_depth(layers: int) -> int:
     """Returns N, the number of layers before EESD's exit: 1 + layers // 20.
 
-    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40. From 10 layers on, it is always 5 to 10 % of
-    them, as the paper suggests (section 5.4).
+    This gives both numbers of the paper (section 4.1), 5 of 80 layers and 3 of 40. From 10 layers
+    on, it is always 5 to 10 % of them, as the paper suggests (section 5.4).
     """
     return 1 + layers // 20
 
 
 def known_architecture(model: Model, feature: str, *, any_sizes: bool = False) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the native decoder knows the model's
-    family."""
-    shape, needed = model.shape, "of a family that specgen knows"
+    """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the
+    native decoder knows the model's family."""
+    shape = model.shape
+    needed = "of a family that specgen knows"
     if isinstance(shape, Architecture):
         if any_sizes or shape.is_uniform:
             return shape
@@ -79,26 +89,38 @@ def known_architecture(model: Model, feature: str, *, any_sizes: bool = False) -
 def exit_architecture(model: Model) -> Architecture:
     """Returns the target's architecture, which its exit layer shares.
 
-    Raises SpecgenError if the native decoder does not know the model's family, or if its layers cannot be trained.
+    Raises SpecgenError if the native decoder does not know the model's family, or if its layers
+    cannot be trained.
     """
     architecture = known_architecture(model, "early exit")
     if (parts := architecture.fixed_parts) is not None:
-        raise SpecgenError(f"early exit needs a target without {parts}, as these cannot be trained", "Take -m lookup or svip")
+        raise SpecgenError(
+            f"early exit needs a target without {parts}, as these cannot be trained",
+            "Take -m lookup or svip",
+        )
     return architecture
 
 
 class ExitLayers:
-    """An exit: decoder layers, a norm and an LM head, which run on the hidden states after the first layers of the target
-    `model`.
+    """An exit: decoder layers, a norm and an LM head, which run on the hidden states after the
+    first layers of the target `model`.
 
-    `count` is the number of decoder layers. `tensors` has the weights by their names in an exit layer's file; without an LM head
-    among them, the target's is used. `make_product` None makes an exit for drafting; in training it makes differentiable products
-    from parameters.
+    `count` is the number of decoder layers. `tensors` has the weights by their names in an exit
+    layer's file; without an LM head among them, the target's is used. `make_product` None makes an
+    exit for drafting; in training it makes differentiable products from parameters.
     """
 
-    def __init__(self, model: Model, count: int, tensors: Mapping[str, Tensor], make_product: MakeProduct | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        count: int,
+        tensors: Mapping[str, Tensor],
+        make_product: MakeProduct | None = None,
+    ) -> None:
         self._architecture = architecture = exit_architecture(model)
-        self._model, dtype, gain = model, torch.float32, 1.0
+        self._model = model
+        dtype = torch.float32
+        gain = 1.0
         if make_product is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
             make_product = ProductFactory(model.device, dtype)
@@ -112,20 +134,28 @@ class ExitLayers:
         _, kinds = layer_kinds(architecture, devices)
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
             self._norm = final_norm(architecture, take, dtype, gain)
-            self._head = make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
-            self._layers = native_layers(architecture, kinds[len(devices) - count :], take, dtype, make_product, gain)
+            self._head = (
+                make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
+            )
+            self._layers = native_layers(
+                architecture, kinds[len(devices) - count :], take, dtype, make_product, gain
+            )
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit's decoder layers."""
-        made, devices = self._architecture, [self._model.device] * max(len(self._layers), 1)
-        return KVBuffer(devices, [(made.num_kv_heads, made.head_size)] * len(devices), self._model.dtype)
+        made = self._architecture
+        devices = [self._model.device] * max(len(self._layers), 1)
+        return KVBuffer(
+            devices, [(made.num_kv_heads, made.head_size)] * len(devices), self._model.dtype
+        )
 
     def forward(self, source: HiddenSource) -> ForwardFunction:
-        """Returns a function that runs the exit on a forward pass. `source` returns the hidden states [n, width] that enter the
-        exit."""
+        """Returns a function that runs the exit on a forward pass. `source` returns the hidden
+        states [n, width] that enter the exit."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            inputs, hidden = self._inputs(forward_pass), source(forward_pass).clone()
+            inputs = self._inputs(forward_pass)
+            hidden = source(forward_pass).clone()
             for layer in self._layers:
                 hidden = layer(hidden, inputs)
             return ModelOutput(*self.norm_and_head(hidden[-logits_to_keep:]))
@@ -133,9 +163,10 @@ class ExitLayers:
         return run
 
     def run_layers(self, hidden: Tensor, batch: BatchPass) -> Tensor:
-        """Runs the decoder layers on the hidden states [batch, n, width] that enter them. Returns those after them.
-        Differentiable."""
-        inputs, states = self._inputs.batched(batch), hidden.flatten(0, 1)
+        """Runs the decoder layers on the hidden states [batch, n, width] that enter them. Returns
+        those after them. Differentiable."""
+        inputs = self._inputs.batched(batch)
+        states = hidden.flatten(0, 1)
         for layer in self._layers:
             states = layer(states, inputs)
         return states.view(hidden.shape)
@@ -152,7 +183,8 @@ class ExitLayers:
 
 
 def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in its file."""
+    """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in
+    its file."""
     architecture = exit_architecture(model)
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
@@ -162,11 +194,13 @@ def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[
 
 
 class Predictor(torch.nn.Module):
-    """Predicts the probability theta_M = sigmoid(w . [W_i h_T, h_D] + b_i) that the i-th token of a draft (i from 1) is accepted.
+    """Predicts the probability theta_M = sigmoid(w . [W_i h_T, h_D] + b_i) that the i-th token of a
+    draft (i from 1) is accepted.
 
-    h_T is the target's hidden state (after the norm) from which the last committed token was predicted. h_D is the exit layer's
-    hidden state from which the drafted token was predicted. b_i is a bias. W_i occurs only in its product with the first half of
-    w, so this product, a vector, is trained instead, one per position i. All positions from the tenth on share the same
+    h_T is the target's hidden state (after the norm) from which the last committed token was
+    predicted. h_D is the exit layer's hidden state from which the drafted token was predicted. b_i
+    is a bias. W_i occurs only in its product with the first half of w, so this product, a vector,
+    is trained instead, one per position i. All positions from the tenth on share the same
     parameters.
     """
 
@@ -179,17 +213,21 @@ class Predictor(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(self.POSITIONS))
 
     def offsets(self, target_hidden: Tensor) -> Tensor:
-        """Returns the part of the sigmoid's argument that depends on the target's hidden state [..., width].
+        """Returns the part of the sigmoid's argument that depends on the target's hidden state
+        [..., width].
 
         The result [..., POSITIONS] has one number per position of a drafted token.
         """
-        return torch.nn.functional.linear(target_hidden.to(self.bias.dtype), self.target_weights, self.bias)
+        return torch.nn.functional.linear(
+            target_hidden.to(self.bias.dtype), self.target_weights, self.bias
+        )
 
     def logits(self, offsets: Tensor, draft_hidden: Tensor, positions: Tensor) -> Tensor:
         """Returns the sigmoid's argument [..., n] for n drafted tokens, for training.
 
-        `offsets` [..., POSITIONS] is from `offsets`, `draft_hidden` [..., n, width] are the exit layer's hidden states, and
-        `positions` [..., n] are the tokens' positions in the draft, from 1.
+        `offsets` [..., POSITIONS] is from `offsets`, `draft_hidden` [..., n, width] are the exit
+        layer's hidden states, and `positions` [..., n] are the tokens' positions in the draft, from
+        1.
         """
         index = positions.clamp(1, self.POSITIONS) - 1
         return draft_hidden.to(self.bias.dtype) @ self.draft_weights + offsets.gather(-1, index)
@@ -202,31 +240,38 @@ class _HoldsStates(Protocol):
     def device(self) -> torch.device: ...
 
     def last_hidden_state(self, context: Context) -> Tensor | None:
-        """Returns the hidden state [width] from which the model predicted the context's last token; None if it is not kept."""
+        """Returns the hidden state [width] from which the model predicted the context's last token;
+        None if it is not kept."""
 
 
 class ExitAcceptancePredictor:
     """Predicts the probability that a drafted token is accepted: theta_M of EESD, Eq. 5.
 
-    The inputs are the target's hidden state before the draft and the exit layer's hidden state at the drafted token.
+    The inputs are the target's hidden state before the draft and the exit layer's hidden state at
+    the drafted token.
     """
 
     def __init__(self, target: _HoldsStates, predictor: Predictor) -> None:
-        self.predictor, self._target = predictor, target
+        self.predictor = predictor
+        self._target = target
         self._offsets = torch.zeros(predictor.POSITIONS, device=target.device)
 
     def begin(self, context: Context) -> None:
-        """Starts a draft after `context`: computes the part of the prediction that depends only on the target's hidden state."""
+        """Starts a draft after `context`: computes the part of the prediction that depends only on
+        the target's hidden state."""
         hidden = self._target.last_hidden_state(context)
-        if hidden is None:  # only outside of decoding: while decoding, the target has just predicted the context's last token
+        # only outside of decoding: while decoding, the target has just predicted the context's last
+        # token
+        if hidden is None:
             hidden = torch.zeros_like(self.predictor.draft_weights)
         self._offsets = self.predictor.offsets(hidden)
 
     def score(self, draft_hidden: Tensor, position: int) -> Tensor:
-        """Returns the predicted acceptance probability, a scalar tensor, of the token at `position` of the draft (from 1).
+        """Returns the predicted acceptance probability, a scalar tensor, of the token at `position`
+        of the draft (from 1).
 
-        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted. `begin` has to be called
-        before.
+        `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
+        `begin` has to be called before.
         """
         weights = self.predictor.draft_weights
         offset = self._offsets[min(position, len(self._offsets)) - 1]
@@ -235,7 +280,8 @@ class ExitAcceptancePredictor:
 
 @dataclass(frozen=True)
 class ExitWeights:
-    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None: none was trained)."""
+    """An exit layer after a target's first `after` layers, and a predictor of acceptance (None:
+    none was trained)."""
 
     layers: ExitLayers
     after: int
@@ -243,26 +289,37 @@ class ExitWeights:
 
 
 def make_runners(
-    weights: ExitWeights, model: Model, _: ModelRunner | None, penalties: Callable[[], PenaltyProcessor | None]
+    weights: ExitWeights,
+    model: Model,
+    _: ModelRunner | None,
+    penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
     """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
 
-    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError for a model whose layers
-    cannot be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError
+    for a model whose layers cannot be run one by one.
     """
     model.check_layers("early exit")
-    earlier, later = range(weights.after), range(weights.after, model.shape.num_layers)
+    earlier = range(weights.after)
+    later = range(weights.after, model.shape.num_layers)
     run = model.forward([LayerPart(index) for index in earlier], with_head=False)
-    first = FeatureRunner(model, lambda each, _: run(each, each.last - each.first), model.new_cache(earlier))
+    first = FeatureRunner(
+        model, lambda each, _: run(each, each.last - each.first), model.new_cache(earlier)
+    )
     verify = model.forward([LayerPart(index) for index in later], first.features)
     target = ModelRunner(model, penalties(), verify, model.new_cache(later))
-    draft = ModelRunner(model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache())
-    predictor = None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
+    draft = ModelRunner(
+        model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache()
+    )
+    predictor = (
+        None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
+    )
     return Runners(target, draft, first, predictor)
 
 
 class LayerSkippingRunner(ModelRunner):
-    """Runs the target without the attention and without the MLPs of the layers that `skips` names, to draft.
+    """Runs the target without the attention and without the MLPs of the layers that `skips` names,
+    to draft.
 
     Shares the KV cache of `target`, the runner that verifies.
 
@@ -270,24 +327,39 @@ class LayerSkippingRunner(ModelRunner):
     """
 
     def __init__(
-        self, target: ModelRunner, model: Model, skips: SkippedLayers, penalties: PenaltyProcessor | None = None
+        self,
+        target: ModelRunner,
+        model: Model,
+        skips: SkippedLayers,
+        penalties: PenaltyProcessor | None = None,
     ) -> None:
         model.check_layers("layer skipping")
         layers = range(model.shape.num_layers)
-        parts = [LayerPart(index, index not in skips.attention, index not in skips.mlp) for index in layers]
+        parts = [
+            LayerPart(index, index not in skips.attention, index not in skips.mlp)
+            for index in layers
+        ]
         forward = model.forward([part for part in parts if part.attention or part.mlp])
         super().__init__(model, penalties, forward, target.cache)
         self._target = target
-        self._shared_at = -1  # the number returned by the target's `share_prefix` when this runner last used the shared cache
+        # the number returned by the target's `share_prefix` when this runner last used the shared
+        # cache
+        self._shared_at = -1
 
     @inference
     def logits(
-        self, context: Context, draft: Sequence[int] = (), parents: Sequence[int] | None = None, *, start: int = 0
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
     ) -> ModelOutput:
-        """Returns the logits of the model without the skipped layers, after the context (index 0) and each draft token i (index i
-        + 1).
+        """Returns the logits of the model without the skipped layers, after the context (index 0)
+        and each draft token i (index i + 1).
 
-        Only those from index `start` on are returned. The arguments are those of `ModelRunner.logits`.
+        Only those from index `start` on are returned. The arguments are those of
+        `ModelRunner.logits`.
         """
         committed, shared_at = self._target.share_prefix(context)
         if shared_at != self._shared_at:

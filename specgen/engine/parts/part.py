@@ -1,4 +1,5 @@
-"""What all kinds of trained parts share: weights under one set of names, and runners of the target and of the part."""
+"""What all kinds of trained parts share: weights under one set of names, and runners of the target
+and of the part."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ HeadKind = Literal["medusa", "eagle", "glide", "block", "mtp"]
 
 @dataclass(frozen=True)
 class MedusaWeights:
-    """The heads of Medusa-1 (Cai et al. 2024, section 2.1). Head k predicts the k-th token (from 0) of a draft.
+    """The heads of Medusa-1 (Cai et al. 2024, section 2.1). Head k predicts the k-th token (from 0)
+    of a draft.
 
-    `blocks[k][j]` are weight [width, width] and bias [width] of head k's block j, which computes h + SiLU(W h + b). `lm_heads[k]`
-    [head vocabulary, width] computes logits from the output of head k's last block; None: the target's LM head serves all heads.
-    `vocabulary` [head vocabulary], int64, has the target's id of each of the head's ids; None: they are equal.
-    `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its likeliest token), measured in
-    training; empty if it is not known.
+    `blocks[k][j]` are weight [width, width] and bias [width] of head k's block j, which computes h
+    + SiLU(W h + b). `lm_heads[k]` [head vocabulary, width] computes logits from the output of head
+    k's last block; None: the target's LM head serves all heads. `vocabulary` [head vocabulary],
+    int64, has the target's id of each of the head's ids; None: they are equal.
+    `rank_accuracies[k][r]` is the share of held-out tokens that head k predicts with rank r (0: its
+    likeliest token), measured in training; empty if it is not known.
     """
 
     blocks: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
@@ -46,7 +49,8 @@ class MedusaWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A head that consists of decoder layers. `config` describes the layers as a config.json of Llama, Qwen 2 or Qwen 3 does.
+    """A head that consists of decoder layers. `config` describes the layers as a config.json of
+    Llama, Qwen 2 or Qwen 3 does.
 
     `tensors` has the weights under Llama's names without the prefix `model.`.
     """
@@ -61,22 +65,27 @@ class DecoderWeights:
 
 @dataclass(frozen=True)
 class EagleWeights(DecoderWeights):
-    """A head of EAGLE-1 and EAGLE-2 (`version` 1; Li et al. 2024) or of EAGLE-3 (`version` 3; Li et al. 2025).
+    """A head of EAGLE-1 and EAGLE-2 (`version` 1; Li et al. 2024) or of EAGLE-3 (`version` 3; Li et
+    al. 2025).
 
-    Beside the layers' weights, `tensors` has `fc.weight` and perhaps `fc.bias`. In version 1 there is no norm of the first
-    layer's input and no final norm. Version 3 has all norms: `layers.0.input_layernorm.weight` is that of the embedding, and
-    `layers.0.hidden_norm.weight` that of the features. It also has `lm_head.weight` [head vocabulary, width].
-    `embed_tokens.weight` [target vocabulary, width] is there only if it differs from the target's embedding.
+    Beside the layers' weights, `tensors` has `fc.weight` and perhaps `fc.bias`. In version 1 there
+    is no norm of the first layer's input and no final norm. Version 3 has all norms:
+    `layers.0.input_layernorm.weight` is that of the embedding, and `layers.0.hidden_norm.weight`
+    that of the features. It also has `lm_head.weight` [head vocabulary, width].
+    `embed_tokens.weight` [target vocabulary, width] is there only if it differs from the target's
+    embedding.
 
-    Only for version 3: `feature_layers` are the three layers of the target whose inputs are the features, counted as in
-    transformers' `hidden_states` (entry j is the input of layer j). `vocabulary` [head vocabulary], int64, has the target's id of
-    each of the head's ids, ascending; None: they are equal. `norm_before_residual`: the residual stream starts with the feature
-    after its norm, not before.
+    Only for version 3: `feature_layers` are the three layers of the target whose inputs are the
+    features, counted as in transformers' `hidden_states` (entry j is the input of layer j).
+    `vocabulary` [head vocabulary], int64, has the target's id of each of the head's ids, ascending;
+    None: they are equal. `norm_before_residual`: the residual stream starts with the feature after
+    its norm, not before.
 
-    Also only for version 3, what EAGLE-3.1 adds (arXiv:2605.09992): `fc_norm.{0,1,2}.weight`, a norm of each of the three
-    features before `fc`, or `input_norm.weight`, one norm of all three. `norm_output`: predicted features are states after the
-    final norm, which the LM head reads as they are. `trial_ids`: the tokens of a text on which to measure whether that is so;
-    empty if it is known.
+    Also only for version 3, what EAGLE-3.1 adds (arXiv:2605.09992): `fc_norm.{0,1,2}.weight`, a
+    norm of each of the three features before `fc`, or `input_norm.weight`, one norm of all three.
+    `norm_output`: predicted features are states after the final norm, which the LM head reads as
+    they are. `trial_ids`: the tokens of a text on which to measure whether that is so; empty if it
+    is known.
     """
 
     version: Literal[1, 3] = 3
@@ -91,11 +100,12 @@ class EagleWeights(DecoderWeights):
 class GlideWeights(DecoderWeights):
     """A GliDe draft model (Du et al. 2024), whose layers also attend to the target's KV cache.
 
-    For each layer j, `tensors` also has `layers.j.cross_attn.q_proj.weight` [target heads * target head size, width] and
-    `layers.j.cross_attn.o_proj.weight` (transposed shape). `embed_tokens.weight` and `lm_head.weight` are missing where the
-    target's are used. Layer j of m reads the keys and values of layer L - m + j of the target, which has L layers. `block_size`
-    is the number of tokens in a block of its training. In training, the newest key of the target that a query sees is at most
-    this many tokens before it.
+    For each layer j, `tensors` also has `layers.j.cross_attn.q_proj.weight` [target heads * target
+    head size, width] and `layers.j.cross_attn.o_proj.weight` (transposed shape).
+    `embed_tokens.weight` and `lm_head.weight` are missing where the target's are used. Layer j of m
+    reads the keys and values of layer L - m + j of the target, which has L layers. `block_size` is
+    the number of tokens in a block of its training. In training, the newest key of the target that
+    a query sees is at most this many tokens before it.
     """
 
     block_size: int = 5
@@ -103,18 +113,22 @@ class GlideWeights(DecoderWeights):
 
 @dataclass(frozen=True)
 class BlockWeights(DecoderWeights):
-    """A head of DFlash (Chen et al. 2026, arXiv 2602.06036) or DSpark (arXiv 2607.05147), which drafts a block in one pass.
+    """A head of DFlash (Chen et al. 2026, arXiv 2602.06036) or DSpark (arXiv 2607.05147), which
+    drafts a block in one pass.
 
-    `tensors` also has `fc.weight` [width, taps * target width] and `hidden_norm.weight` for the target's hidden states that
-    `feature_layers` name (as in `EagleWeights`), and `norm.weight`. `lm_head.weight` and `embed_tokens.weight` are there only if
-    they differ from the target's; `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
-    and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own position, otherwise the one at it.
-    `causal`: whether a row sees the later ones; None: only in layers with a sliding window it does not. The head reads the
-    target's tables without the target's factors and cap. It has its own: `embedding_scale` of the embeddings, `logit_scale` of
+    `tensors` also has `fc.weight` [width, taps * target width] and `hidden_norm.weight` for the
+    target's hidden states that `feature_layers` name (as in `EagleWeights`), and `norm.weight`.
+    `lm_head.weight` and `embed_tokens.weight` are there only if they differ from the target's;
+    `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
+    and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own
+    position, otherwise the one at it. `causal`: whether a row sees the later ones; None: only in
+    layers with a sliding window it does not. The head reads the target's tables without the
+    target's factors and cap. It has its own: `embedding_scale` of the embeddings, `logit_scale` of
     the logits, and then their cap `logit_cap` (None: they have none).
 
-    DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [vocabulary, rank]; its prediction
-    of acceptance is `confidence_head.proj.weight` [1, width or width + rank] and `confidence_head.proj.bias` [1].
+    DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight`
+    [vocabulary, rank]; its prediction of acceptance is `confidence_head.proj.weight` [1, width or
+    width + rank] and `confidence_head.proj.bias` [1].
     """
 
     block_size: int = 8
@@ -131,18 +145,25 @@ class BlockWeights(DecoderWeights):
     def architecture(self) -> Architecture:
         made = read_architecture(dict(self.config))
         default = self.causal
-        layers = (replace(kind, causal=kind.window is not None if default is None else default) for kind in made.layers)
-        return replace(made, layers=tuple(layers), logit_scale=self.logit_scale, logit_cap=self.logit_cap)
+        layers = (
+            replace(kind, causal=kind.window is not None if default is None else default)
+            for kind in made.layers
+        )
+        return replace(
+            made, layers=tuple(layers), logit_scale=self.logit_scale, logit_cap=self.logit_cap
+        )
 
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """The drafting layers in a target's files (multi-token prediction; DeepSeek-V3,
+    arXiv:2412.19437, section 2.2).
 
-    `architecture` is the target's, but with the drafting layers alone. For each layer k, `tensors` has under `layers.k.` the
-    decoder layer's weights, the norms `enorm.weight`, `hnorm.weight` and `shared_head.norm.weight` [width], and `eh_proj.weight`
-    [width, 2 width], which reads the normed embedding, then the normed state. If the layers read the target's states before its
-    final norm, `final_norm` [width] is the factor of that norm; None: they read the states after it.
+    `architecture` is the target's, but with the drafting layers alone. For each layer k, `tensors`
+    has under `layers.k.` the decoder layer's weights, the norms `enorm.weight`, `hnorm.weight` and
+    `shared_head.norm.weight` [width], and `eh_proj.weight` [width, 2 width], which reads the normed
+    embedding, then the normed state. If the layers read the target's states before its final norm,
+    `final_norm` [width] is the factor of that norm; None: they read the states after it.
     """
 
     architecture: Architecture
@@ -154,11 +175,13 @@ class MtpWeights:
 class AssistantWeights:
     """An assistant of Gemma 4: decoder layers without keys of their own; see `mtp.AssistantRunner`.
 
-    In `architecture`, `owner` of a layer is the index of the target's layer whose keys and values it reads. `tensors` has the
-    layers' weights under Llama's names, the assistant's own `embed_tokens.weight`, which is its LM head too, `norm.weight`,
-    `pre_projection.weight` [width, 2 target width] and `post_projection.weight` [target width, width]. With `groups` above 0, its
-    head computes the logits of that many groups of tokens alone: `masked_embedding.centroids.weight` [number of groups, width]
-    scores the groups, and `masked_embedding.token_ordering` [vocabulary] has their ids, one group after the other.
+    In `architecture`, `owner` of a layer is the index of the target's layer whose keys and values
+    it reads. `tensors` has the layers' weights under Llama's names, the assistant's own
+    `embed_tokens.weight`, which is its LM head too, `norm.weight`, `pre_projection.weight` [width,
+    2 target width] and `post_projection.weight` [target width, width]. With `groups` above 0, its
+    head computes the logits of that many groups of tokens alone:
+    `masked_embedding.centroids.weight` [number of groups, width] scores the groups, and
+    `masked_embedding.token_ordering` [vocabulary] has their ids, one group after the other.
     """
 
     architecture: Architecture
@@ -170,7 +193,8 @@ HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights
 
 
 class KeptRows:
-    """One row of numbers (such as features) for each token in a KV cache, in a buffer `kept` [capacity, width]."""
+    """One row of numbers (such as features) for each token in a KV cache, in a buffer `kept`
+    [capacity, width]."""
 
     def __init__(self) -> None:
         self.kept = torch.empty(0, 0)
@@ -190,16 +214,18 @@ class KeptRows:
         self.kept[first:end] = rows
 
     def gather(self, indices: Sequence[int], start: int) -> None:
-        """Moves the rows at cache `indices` to `start`, `start + 1`, ..., as `forward_pass.Cache.gather` moves entries."""
+        """Moves the rows at cache `indices` to `start`, `start + 1`, ..., as
+        `forward_pass.Cache.gather` moves entries."""
         source = upload(torch.tensor(indices), self.kept.device)
         self.kept[start : start + len(indices)] = self.kept.index_select(0, source)
 
 
 class FeatureRunner(ModelRunner):
-    """Runs a model by the function `run`, and keeps features of each token for a head or an exit that reads them.
+    """Runs a model by the function `run`, and keeps features of each token for a head or an exit
+    that reads them.
 
-    The features are the output's `features`, or `hidden_states` if there are none. `reduce` computes what is kept from the
-    features [n, ...] of a pass (None: they are kept as they are).
+    The features are the output's `features`, or `hidden_states` if there are none. `reduce`
+    computes what is kept from the features [n, ...] of a pass (None: they are kept as they are).
     """
 
     def __init__(
@@ -211,25 +237,33 @@ class FeatureRunner(ModelRunner):
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__(model, penalties, self._run_and_keep, kv_cache)
-        self._run, self._reduce, self._rows = run, reduce, KeptRows()
+        self._run = run
+        self._reduce = reduce
+        self._rows = KeptRows()
         self._cached.gathers.append(self._rows.gather)
 
     def _run_and_keep(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         output = self._run(forward_pass, logits_to_keep)
         kept = output.hidden_states if output.features is None else output.features
         assert kept is not None
-        self._rows.write(forward_pass.first, kept if self._reduce is None else self._reduce(kept), self.cache.capacity)
-        return output._replace(features=None)  # they belong to all tokens of the pass, not to the rows of the logits
+        self._rows.write(
+            forward_pass.first,
+            kept if self._reduce is None else self._reduce(kept),
+            self.cache.capacity,
+        )
+        # they belong to all tokens of the pass, not to the rows of the logits
+        return output._replace(features=None)
 
     def features(self, later: ForwardPass) -> torch.Tensor:
-        """Returns the features [n, width] of the n tokens of the pass `later`, which reads them. They are valid until the next
-        call.
+        """Returns the features [n, width] of the n tokens of the pass `later`, which reads them.
+        They are valid until the next call.
 
         First runs the tokens of context and draft that the KV cache lacks.
         """
         cached = self._cached
         cached.switch_to(later.context)
-        if later.last > cached.committed:  # otherwise all tokens of the pass are cached, and a cached draft can stay
+        # otherwise all tokens of the pass are cached, and a cached draft can stay
+        if later.last > cached.committed:
             cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
             for earlier in cached.missing_passes(later.context, later.draft, later.last):
                 self._forward(earlier, 1)
@@ -237,10 +271,11 @@ class FeatureRunner(ModelRunner):
 
 
 class DecoderRunner(ModelRunner):
-    """Runs a head of decoder layers by the function `run`, with a KV cache of its own. The target may be run by either backend.
+    """Runs a head of decoder layers by the function `run`, with a KV cache of its own. The target
+    may be run by either backend.
 
-    `target_model` supplies the embedding if the head has none. `inputs` makes the inputs of the head's passes, `products` its
-    matrix products; `gain` is that of `layer.norm_function`.
+    `target_model` supplies the embedding if the head has none. `inputs` makes the inputs of the
+    head's passes, `products` its matrix products; `gain` is that of `layer.norm_function`.
     """
 
     def __init__(
@@ -250,7 +285,8 @@ class DecoderRunner(ModelRunner):
         run: ForwardFunction,
         penalties: PenaltyProcessor | None = None,
     ) -> None:
-        self.architecture, self.target_model = weights.architecture, model
+        self.architecture = weights.architecture
+        self.target_model = model
         self.devices = [model.device] * len(self.architecture.layers)
         self.inputs = InputMaker(self.architecture, model.dtype, self.devices)
         self.products = ProductFactory(model.device, model.dtype)
@@ -265,9 +301,14 @@ class DecoderRunner(ModelRunner):
             self.num_embeddings = min(self.num_embeddings, len(table))
 
     def embed(self, forward_pass: ForwardPass) -> torch.Tensor:
-        """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or the target's."""
+        """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or
+        the target's."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
-        return self.target_model.embeddings(ids) if self._embedding is None else self._embedding.index_select(0, ids)
+        return (
+            self.target_model.embeddings(ids)
+            if self._embedding is None
+            else self._embedding.index_select(0, ids)
+        )
 
 
 def native_layers(
@@ -292,9 +333,11 @@ def native_layers(
 
 
 def of_all_tokens(logits: torch.Tensor, vocabulary: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Returns logits [n, `size`] of all the target's tokens, from `logits` [n, m] of the tokens in `vocabulary` [m].
+    """Returns logits [n, `size`] of all the target's tokens, from `logits` [n, m] of the tokens in
+    `vocabulary` [m].
 
-    Tokens that are not in `vocabulary` get -inf. `vocabulary` None: `logits` are of all tokens already.
+    Tokens that are not in `vocabulary` get -inf. `vocabulary` None: `logits` are of all tokens
+    already.
     """
     if vocabulary is None:
         return logits

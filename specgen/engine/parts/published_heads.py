@@ -1,14 +1,15 @@
 """The published layouts of trained heads: recognises, reads and writes them.
 
-Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the authors' (the config of a Llama), SGLang's (the
-same under another architecture), vLLM's first (the Llama's config under `model`) and the early one of speculators (`fusion_fc`,
-`transformer`). EAGLE-3 and 3.1: the one of the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM
-(`layers.0`, `transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
-DFlash and DSpark are in `block_layouts`, assistants of Gemma 4 in `mtp`.
+Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the authors' (the config
+of a Llama), SGLang's (the same under another architecture), vLLM's first (the Llama's config under
+`model`) and the early one of speculators (`fusion_fc`, `transformer`). EAGLE-3 and 3.1: the one of
+the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM (`layers.0`,
+`transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer. DFlash
+and DSpark are in `block_layouts`, assistants of Gemma 4 in `mtp`.
 
-The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved to the top level. So from here
-on there is one layout for each kind of head. A head is checked once, here: it has to have exactly the expected tensors, with
-shapes that fit each other and the target.
+The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved
+to the top level. So from here on there is one layout for each kind of head. A head is checked once,
+here: it has to have exactly the expected tensors, with shapes that fit each other and the target.
 """
 
 from __future__ import annotations
@@ -58,11 +59,14 @@ from specgen.engine.parts.part import (
 from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, weights_fingerprint
 
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
-_PASSED_ON = ("intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")  # from config.json to ours
+# from config.json to ours
+_PASSED_ON = ("intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-# as in transformers for Llama; the base is that of the code of EAGLE's and GliDe's authors, whatever the target's is
+# as in transformers for Llama; the base is that of the code of EAGLE's and GliDe's authors,
+# whatever the target's is
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-_LAYER_TYPES = ("llama", "qwen2", "qwen3")  # of speculators' layers; those of other types compute something else
+# of speculators' layers; those of other types compute something else
+_LAYER_TYPES = ("llama", "qwen2", "qwen3")
 _UNSUPPORTED = {
     "layernorms": True,
     "use_remap": True,
@@ -71,7 +75,9 @@ _UNSUPPORTED = {
 _QUERY = "layers.0.cross_attn.q_proj.weight"  # of GliDe
 _BLOCK = re.compile(r"blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)")
 _MEDUSA_PART = re.compile(r"(model\.)?medusa_heads?\.")
-_NAMES = (  # beginnings of names in files, and those here: EAGLE-1's authors', with all layers under `layers`, and vLLM's
+# beginnings of names in files, and those here: EAGLE-1's authors', with all layers under `layers`,
+# and vLLM's
+_NAMES = (
     (r"((module|draft_model|model|medusa_heads?)\.)+", ""),
     (r"(midlayer|transformer)\.", "layers.0."),
     (r"fusion_fc\.", "fc."),
@@ -83,8 +89,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class HeadFields(BaseModel):
-    """The fields of a head's config.json that are read by name; None: missing. The other fields are ignored or checked
-    elsewhere."""
+    """The fields of a head's config.json that are read by name; None: missing. The other fields are
+    ignored or checked elsewhere."""
 
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
@@ -96,41 +102,61 @@ class HeadFields(BaseModel):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
+    eagle_aux_hidden_state_layer_ids: (
+        Annotated[list[int], Field(min_length=3, max_length=3)] | None
+    ) = None
 
 
 class PublishedHead:
-    """A head's files, opened and recognised: the names of the tensors decide its `kind` (`medusa`, `eagle` or `glide`).
+    """A head's files, opened and recognised: the names of the tensors decide its `kind` (`medusa`,
+    `eagle` or `glide`).
 
-    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises SpecgenError if the files are of no such
-    kind.
+    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises
+    SpecgenError if the files are of no such kind.
     """
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
         self.files, self._has_model = open_head(folder, target.device, _NAMES, _MEDUSA_PART)
         self.warning: str | None = None
-        self._folder, self._target = folder, target
-        kinds: dict[HeadKind, str] = {"block": CONTEXT_NORM, "medusa": "blocks.0.layers.0.weight", "eagle": FC, "glide": _QUERY}
+        self._folder = folder
+        self._target = target
+        kinds: dict[HeadKind, str] = {
+            "block": CONTEXT_NORM,
+            "medusa": "blocks.0.layers.0.weight",
+            "eagle": FC,
+            "glide": _QUERY,
+        }
         kinds["mtp"] = JOIN
         found = [kind for kind in kinds if kinds[kind] in self.files]
         if not found:
             problem = (
-                f"it is of no kind that specgen knows (its first tensor: {self.files.key(min(self.files.names, default='none'))})"
+                "it is of no kind that specgen knows (its first tensor: "
+                f"{self.files.key(min(self.files.names, default='none'))})"
             )
             raise self.files.refuse(
-                problem, "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head, and a model with -d"
+                problem,
+                (
+                    "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head, and a "
+                    "model with -d"
+                ),
             )
         self.kind = found[0]
 
     def read(self) -> HeadWeights | AssistantWeights:
-        """Returns the weights, on the target's device and in the dtype of their files. All shapes are checked before weights are
-        read.
+        """Returns the weights, on the target's device and in the dtype of their files. All shapes
+        are checked before weights are read.
 
-        Raises SpecgenError for unsupported variants, for damaged heads and for heads of other targets.
+        Raises SpecgenError for unsupported variants, for damaged heads and for heads of other
+        targets.
         """
-        files, folder, target = self.files, self._folder, self._target
+        files = self.files
+        folder = self._folder
+        target = self._target
         if self._has_model and weights_fingerprint(folder) != weights_fingerprint(target.folder):
-            raise files.refuse("its heads were trained with the model in the same files", f"Take that as the target: -t {folder}")
+            raise files.refuse(
+                "its heads were trained with the model in the same files",
+                f"Take that as the target: -t {folder}",
+            )
         if self.kind == "medusa":
             return _read_medusa(files, target)
         config = read_config(folder, files.owner)
@@ -151,13 +177,18 @@ def _read_eagle(
 ) -> tuple[EagleWeights, str | None]:
     """Returns a head of EAGLE and what is doubtful about it."""
     shape, (width, fused) = target.model.shape, matrix_shape(files, FC)
-    is_third = FEATURE_NORM in files or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
+    is_third = (
+        FEATURE_NORM in files
+        or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
+    )
     what, found = ("three features of", fused // 3) if is_third else ("a hidden size of", width)
     check_size(files, FC, what, found, target, shape.hidden_size)
     check_vocabulary(files, "t2d" if is_third else EMBEDDING, target, fields.vocab_size)
     weights, shapes = _decoder(files, config, fields, target, width)
     expect(files, shapes, {"fc.bias": (width,)})
-    expect(files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+    expect(
+        files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size
+    )
     if not is_third:
         del shapes[FIRST_NORM]
         shapes[FC] = width, 2 * width
@@ -169,7 +200,12 @@ def _read_eagle(
     if weights.architecture.num_layers != 1:
         raise unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
     rows = matrix_shape(files, HEAD)[0]
-    shapes |= {FC: (width, 3 * shape.hidden_size), FEATURE_NORM: (width,), FINAL_NORM: (width,), HEAD: (rows, width)}
+    shapes |= {
+        FC: (width, 3 * shape.hidden_size),
+        FEATURE_NORM: (width,),
+        FINAL_NORM: (width,),
+        HEAD: (rows, width),
+    }
     for name in ("q", "k", "v"):
         attention = f"layers.0.self_attn.{name}_proj.weight"
         shapes[attention] = shapes[attention][0], 2 * width
@@ -177,24 +213,38 @@ def _read_eagle(
     expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
     whole, *single = INPUT_NORMS
     expect(files, shapes, {whole: (fused,)}, are_needed=fields.norm_before_fc)
-    expect(files, shapes, dict.fromkeys(single, (shape.hidden_size,)), are_needed=fields.fc_norm or single[0] in files)
+    expect(
+        files,
+        shapes,
+        dict.fromkeys(single, (shape.hidden_size,)),
+        are_needed=fields.fc_norm or single[0] in files,
+    )
     if whole in shapes and shapes.keys() & set(single):
-        raise files.refuse("it has norms of each feature and one of all (fc_norm and norm_before_fc)", OTHER_HEAD)
+        raise files.refuse(
+            "it has norms of each feature and one of all (fc_norm and norm_before_fc)", OTHER_HEAD
+        )
     tensors = take_exactly(files, shapes)
     warning = drop_copies(files, tensors, [EMBEDDING], target)
-    count, layers = shape.num_layers, fields.eagle_aux_hidden_state_layer_ids
+    count = shape.num_layers
+    layers = fields.eagle_aux_hidden_state_layer_ids
     layers = layers or [2, count // 2, count - 3]
     if not all(0 <= each < count for each in layers) or len(set(layers)) != 3:
-        problem = f"its feature layers {layers} ({FEATURES}) do not fit {target.name} with its {count} layers"
+        problem = (
+            f"its feature layers {layers} ({FEATURES}) do not fit {target.name} "
+            f"with its {count} layers"
+        )
         raise files.refuse(problem, "Correct its config.json")
     vocabulary = target_ids(files, tensors, target)
-    is_known = not fields.norm_output or "transformer_layer_config" in config  # SpecForge's true had the other meaning too
+    # SpecForge's true had the other meaning too
+    is_known = not fields.norm_output or "transformer_layer_config" in config
     trial = [] if is_known else target.tokenizer.encode(TRIAL_TEXT)
     options = fields.norm_before_residual, fields.norm_output, trial
     return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, *options), warning
 
 
-def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields) -> GlideWeights:
+def _read_glide(
+    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
+) -> GlideWeights:
     shape, (rows, width) = target.model.shape, matrix_shape(files, _QUERY)
     crossed = shape.num_heads * shape.head_size
     is_tied = fields.tie_word_embeddings and HEAD not in files
@@ -203,13 +253,17 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
     weights, shapes = _decoder(files, config, fields, target, width)
     count = weights.architecture.num_layers
     if count > shape.num_layers:
-        raise files.refuse(f"its {count} layers read from as many of {target.name}, which has {shape.num_layers}")
+        raise files.refuse(
+            f"its {count} layers read from as many of {target.name}, which has {shape.num_layers}"
+        )
     shapes[FINAL_NORM] = (width,)
     for index in range(count):
         shapes[f"layers.{index}.cross_attn.q_proj.weight"] = crossed, width
         shapes[f"layers.{index}.cross_attn.o_proj.weight"] = width, crossed
     for name in [EMBEDDING] if is_tied else [EMBEDDING, HEAD]:
-        expect(files, shapes, {name: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size)
+        expect(
+            files, shapes, {name: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size
+        )
     tensors = take_exactly(files, shapes)
     drop_copies(files, tensors, [EMBEDDING, HEAD], target)
     if is_tied and EMBEDDING in tensors:
@@ -218,15 +272,19 @@ def _read_glide(files: WeightFiles, target: LoadedModel, config: dict[str, Any],
 
 
 def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
-    """Returns a config.json with nested fields moved to the top level, and the fields of it that are read by name.
+    """Returns a config.json with nested fields moved to the top level, and the fields of it that
+    are read by name.
 
-    The feature layers are then counted by their inputs. In `eagle_config` they are counted by their outputs if the first is layer
-    1.
+    The feature layers are then counted by their inputs. In `eagle_config` they are counted by their
+    outputs if the first is layer 1.
     """
-    flat, layer = dict(config), config.get("transformer_layer_config")
+    flat = dict(config)
+    layer = config.get("transformer_layer_config")
     for part in (layer, config.get("model"), config.get("eagle_config")):
         flat |= part if isinstance(part, dict) else {}
-    fields = schema.check(json.dumps(flat), HeadFields, f"{files.owner}: its config.json", "Correct its config.json")
+    fields = schema.check(
+        json.dumps(flat), HeadFields, f"{files.owner}: its config.json", "Correct its config.json"
+    )
     layers = fields.eagle_aux_hidden_state_layer_ids
     if layers is not None and layers[0] == 1 and flat.get(FEATURES) != config.get(FEATURES):
         fields = fields.model_copy(update={FEATURES: [each + 1 for each in layers]})
@@ -241,23 +299,30 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
 def _decoder(
     files: WeightFiles, given: dict[str, Any], fields: HeadFields, target: LoadedModel, width: int
 ) -> tuple[DecoderWeights, dict[str, Shape]]:
-    """Returns the decoder layers of a head, without tensors yet, and the shapes of these. Hidden states have `width` numbers.
+    """Returns the decoder layers of a head, without tensors yet, and the shapes of these. Hidden
+    states have `width` numbers.
 
-    What config.json (`given`) leaves out is taken from the tensors' shapes. Raises SpecgenError for what the native decoder
-    cannot run.
+    What config.json (`given`) leaves out is taken from the tensors' shapes. Raises SpecgenError for
+    what the native decoder cannot run.
     """
     names = " ".join(files.names)
     first = "layers.0.self_attn."
     heads = fields.num_attention_heads
-    has_norms, output_bias = "self_attn.q_norm." in names, "self_attn.o_proj.bias" in names
+    has_norms = "self_attn.q_norm." in names
+    output_bias = "self_attn.o_proj.bias" in names
     head_size = fields.head_dim or matrix_shape(files, f"{first}q_proj.weight")[0] // heads
     config = {
-        "model_type": "qwen3" if has_norms else "qwen2" if f"{first}q_proj.bias" in names and not output_bias else "llama",
+        "model_type": "qwen3"
+        if has_norms
+        else "qwen2"
+        if f"{first}q_proj.bias" in names and not output_bias
+        else "llama",
         "hidden_size": width,
         "intermediate_size": matrix_shape(files, "layers.0.mlp.gate_proj.weight")[0],
         "num_hidden_layers": max(1, len(set(re.findall(r"\blayers\.(\d+)\.", names)))),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.num_key_value_heads or matrix_shape(files, f"{first}k_proj.weight")[0] // (head_size or 1),
+        "num_key_value_heads": fields.num_key_value_heads
+        or matrix_shape(files, f"{first}k_proj.weight")[0] // (head_size or 1),
         "head_dim": head_size,
         "max_position_embeddings": target.context_limit,
         "vocab_size": target.model.shape.vocab_size,
@@ -266,7 +331,8 @@ def _decoder(
         **_DEFAULTS,
         **{name: given[name] for name in (*_PASSED_ON, *_ROPE) if given.get(name) is not None},
     }
-    types, is_llama = given.get("layer_types"), config["model_type"] == "llama"
+    types = given.get("layer_types")
+    is_llama = config["model_type"] == "llama"
     if isinstance(types, list) and "sliding_attention" in types:
         config["sliding_window"] = given.get("sliding_window")
         if not is_llama:
@@ -278,7 +344,8 @@ def _decoder(
             raise unsupported(files, "layer_types", types)
     elif types is None and given.get("use_sliding_window") is True:
         raise unsupported(files, "use_sliding_window", True)
-    weights, shapes = DecoderWeights(config, {}), dict[str, Shape]()
+    weights = DecoderWeights(config, {})
+    shapes = dict[str, Shape]()
     try:
         for index in range(weights.architecture.num_layers):
             shapes |= layer_shapes(weights.architecture, index)
@@ -288,12 +355,13 @@ def _decoder(
 
 
 def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
-    """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors, because config files state
-    others.
+    """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors,
+    because config files state others.
 
     A single LM head serves all heads.
     """
-    first, vocab_size = "blocks.0.layers.0.weight", target.model.shape.vocab_size
+    first = "blocks.0.layers.0.weight"
+    vocab_size = target.model.shape.vocab_size
     width = matrix_shape(files, first)[0]
     check_size(files, first, "a hidden size of", width, target, target.model.shape.hidden_size)
     found = [match for name in files.names if (match := _BLOCK.fullmatch(name))]
@@ -310,24 +378,34 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
     if "token_map" in files:
         shapes["token_map"] = files.shape("token_map")
     tensors = take_exactly(files, shapes)
-    tables, ids = [tensors[name] for name in names], tensors.get("token_map")
+    tables = [tensors[name] for name in names]
+    ids = tensors.get("token_map")
     if ids is not None and not (tables and are_rising(ids.sort().values, vocab_size)):
-        raise files.refuse(f"{files.key('token_map')} does not hold different ids of tokens of {target.name} for its LM heads")
+        raise files.refuse(
+            f"{files.key('token_map')} does not hold different ids of tokens of "
+            f"{target.name} for its LM heads"
+        )
     if ids is None or rows != len(ids):
         check_size(files, names[0] if names else first, "a vocabulary of", rows, target, vocab_size)
         tables = tables if ids is None else [table[ids.to(table.device)] for table in tables]
     zeros = tensors[first].new_zeros(width)
-    read = [[(tensors[f"{block}.weight"], tensors.get(f"{block}.bias", zeros)) for block in each] for each in blocks]
+    read = [
+        [(tensors[f"{block}.weight"], tensors.get(f"{block}.bias", zeros)) for block in each]
+        for each in blocks
+    ]
     own = [tables[min(head, len(tables) - 1)] for head in heads] if tables else None
     return MedusaWeights(read, own, None if ids is None else ids.to(target.device))
 
 
-def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
-    """Returns the content of config.json, the tensors to write, and the name of their file, for a head that specgen trained.
+def published(
+    weights: HeadWeights, target: str, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], str]:
+    """Returns the content of config.json, the tensors to write, and the name of their file, for a
+    head that specgen trained.
 
-    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of SpecForge. Medusa heads get
-    "version 2", or v0.1 if they have LM heads of their own. `target` is the target's name; `sizes` are the target's, as in
-    `HeadDescription`.
+    The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of
+    SpecForge. Medusa heads get "version 2", or v0.1 if they have LM heads of their own. `target` is
+    the target's name; `sizes` are the target's, as in `HeadDescription`.
     """
     config: dict[str, Any] = {"vocab_size": sizes["vocab_size"]}
     if isinstance(weights, MedusaWeights):
@@ -342,19 +420,39 @@ def published(weights: HeadWeights, target: str, sizes: Mapping[str, int]) -> tu
         return published_block(weights, sizes), dict(weights.tensors), SINGLE_FILE
     config = {**weights.config, **config, "architectures": ["LlamaForCausalLM"]}
     if isinstance(weights, GlideWeights):
-        large = {"large_hidden_size": "hidden_size", "large_num_attention_heads": "num_heads", "large_head_dim": "head_size"}
-        config |= {"use_remap": False, "block_size": weights.block_size} | {name: sizes[own] for name, own in large.items()}
-        return config, {f"model.{name}": each for name, each in weights.tensors.items()}, SINGLE_FILE
+        large = {
+            "large_hidden_size": "hidden_size",
+            "large_num_attention_heads": "num_heads",
+            "large_head_dim": "head_size",
+        }
+        config |= {"use_remap": False, "block_size": weights.block_size} | {
+            name: sizes[own] for name, own in large.items()
+        }
+        return (
+            config,
+            {f"model.{name}": each for name, each in weights.tensors.items()},
+            SINGLE_FILE,
+        )
     if config["model_type"] == "qwen2":
         config |= {"model_type": "llama", "qkv_bias": True}
     rows = len(weights.tensors[HEAD])
     features = {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": rows, "eagle_config": features}
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": rows,
+        "eagle_config": features,
+    }
     config |= {"target_hidden_size": sizes["hidden_size"]}
     ids = torch.arange(rows) if weights.vocabulary is None else weights.vocabulary.cpu()
-    tensors = {name.replace("layers.0.", "midlayer."): each for name, each in weights.tensors.items()}
+    tensors = {
+        name.replace("layers.0.", "midlayer."): each for name, each in weights.tensors.items()
+    }
     return (
         config,
-        tensors | {"d2t": ids - torch.arange(rows), "t2d": torch.isin(torch.arange(config["vocab_size"]), ids)},
+        tensors
+        | {
+            "d2t": ids - torch.arange(rows),
+            "t2d": torch.isin(torch.arange(config["vocab_size"]), ids),
+        },
         SINGLE_FILE,
     )

@@ -1,7 +1,8 @@
-"""A trained part of a target (an exit layer, a head, or its own drafting layers): its folder, description and weights.
+"""A trained part of a target (an exit layer, a head, or its own drafting layers): its folder,
+description and weights.
 
-The files of an exit layer are `exit.yaml` and `exit.safetensors`. A head has one of the published layouts (`published_heads`),
-and, if specgen trained it, also `head.yaml`.
+The files of an exit layer are `exit.yaml` and `exit.safetensors`. A head has one of the published
+layouts (`published_heads`), and, if specgen trained it, also `head.yaml`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,28 @@ from specgen.base.text import shown
 from specgen.engine.model_loading import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
-from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor, check_exit, exit_shapes
-from specgen.engine.parts.part import AssistantWeights, HeadKind, HeadWeights, MedusaWeights, MtpWeights
+from specgen.engine.parts.own_layers import (
+    ExitLayers,
+    ExitWeights,
+    Predictor,
+    check_exit,
+    exit_shapes,
+)
+from specgen.engine.parts.part import (
+    AssistantWeights,
+    HeadKind,
+    HeadWeights,
+    MedusaWeights,
+    MtpWeights,
+)
 from specgen.engine.parts.published_heads import PublishedHead, published
 from specgen.engine.weights import SINGLE_FILE, WeightFiles, file_fingerprint, weights_fingerprint
 
 EXIT_DESCRIPTION = "exit.yaml"
 _COMMENT = "# A head for `specgen generate -m {}`. Its weights are beside this file.\n"
-_EXIT_COMMENT = "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
+_EXIT_COMMENT = (
+    "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
+)
 _SAVED_DTYPE = torch.bfloat16
 
 
@@ -41,10 +56,11 @@ _SAVED_DTYPE = torch.bfloat16
 class ExitDescription:
     """The contents of `exit.yaml`, which describes a trained exit layer.
 
-    `target` and `fingerprint` are the name of the target and a hash of its weights. The exit comes after the target's first
-    `after` layers and has `layers` layers itself. `own_head`: it has an LM head of its own instead of the target's. `predictor`:
-    a predictor of acceptance was trained too. `figures` (measured in training) and `made_with` (settings and versions of the
-    training) inform people; the program does not use them.
+    `target` and `fingerprint` are the name of the target and a hash of its weights. The exit comes
+    after the target's first `after` layers and has `layers` layers itself. `own_head`: it has an LM
+    head of its own instead of the target's. `predictor`: a predictor of acceptance was trained too.
+    `figures` (measured in training) and `made_with` (settings and versions of the training) inform
+    people; the program does not use them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -62,12 +78,13 @@ class ExitDescription:
 
 @dataclass(frozen=True, slots=True)
 class HeadDescription:
-    """The contents of `head.yaml`, which describes a head that specgen trained. Fields that are not named here: see
-    `ExitDescription`.
+    """The contents of `head.yaml`, which describes a head that specgen trained. Fields that are not
+    named here: see `ExitDescription`.
 
-    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size` (its number of logits).
-    `weights` is a hash of the head's own weights, which `save_head` fills in. `rank_accuracies` are those of `MedusaWeights`,
-    empty for other heads. `feature_layers` is not used any more; earlier versions of specgen wrote it.
+    `sizes` are the target's: `hidden_size`, `num_layers`, `num_heads`, `head_size` and `vocab_size`
+    (its number of logits). `weights` is a hash of the head's own weights, which `save_head` fills
+    in. `rank_accuracies` are those of `MedusaWeights`, empty for other heads. `feature_layers` is
+    not used any more; earlier versions of specgen wrote it.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -85,29 +102,40 @@ class HeadDescription:
 
 
 class TrainedPart:
-    """A trained part that belongs to `target`. Its description has been read and compared with the target, its weights not yet.
+    """A trained part that belongs to `target`. Its description has been read and compared with the
+    target, its weights not yet.
 
-    Made by `open_part`. `path` is a head's folder, or the file with an exit layer's weights. `description` is None for heads that
-    others trained. After `load`, `warning` says what is doubtful about the part (None: nothing), and `version` is that of an
-    EAGLE head (1 or 3).
+    Made by `open_part`. `path` is a head's folder, or the file with an exit layer's weights.
+    `description` is None for heads that others trained. After `load`, `warning` says what is
+    doubtful about the part (None: nothing), and `version` is that of an EAGLE head (1 or 3).
     """
 
-    def __init__(self, kind: str, path: Path, target: LoadedModel, description: ExitDescription | HeadDescription | None) -> None:
-        self.kind, self.path, self.description = kind, path, description
+    def __init__(
+        self,
+        kind: str,
+        path: Path,
+        target: LoadedModel,
+        description: ExitDescription | HeadDescription | None,
+    ) -> None:
+        self.kind = kind
+        self.path = path
+        self.description = description
         self.name = f"the {'exit layer' if kind == 'exit' else 'head'} {path}"
         self.warning: str | None = None
         self.version: int | None = None
         self._target = target
         self._weights: ExitWeights | HeadWeights | MtpWeights | AssistantWeights | None = None
-        if description is not None and description.fingerprint != weights_fingerprint(target.folder):
+        if description is not None and description.fingerprint != weights_fingerprint(
+            target.folder
+        ):
             trained_for = f"{shown(description.target)} ({shown(description.fingerprint, 16)})"
             problem = f"{self.name} was trained for {trained_for}, not for {target.name}"
             raise SpecgenError(problem, _training("eesd" if kind == "exit" else kind))
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify this part: a hash of an exit layer's description, or the fingerprint of a head's
-        weights."""
+        """16 hexadecimal digits that identify this part: a hash of an exit layer's description, or
+        the fingerprint of a head's weights."""
         if isinstance(self.description, ExitDescription):
             return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
         return weights_fingerprint(self.path)
@@ -123,20 +151,27 @@ class TrainedPart:
         """
         if self._weights is None:
             described = self.description
-            self._weights = self._read_exit(described) if isinstance(described, ExitDescription) else self._read_head()
+            self._weights = (
+                self._read_exit(described)
+                if isinstance(described, ExitDescription)
+                else self._read_head()
+            )
         return self._weights
 
     def release(self) -> None:
-        """Frees the memory of the weights as they were read from files. Runners that were made of them have their own copies."""
+        """Frees the memory of the weights as they were read from files. Runners that were made of
+        them have their own copies."""
         self._weights = None
 
     def exit_tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors in an exit layer's file, by their names there: `exit.` or `predictor.` before a name.
+        """Returns the tensors in an exit layer's file, by their names there: `exit.` or
+        `predictor.` before a name.
 
-        The rest of a name is that in `ExitLayers` or `Predictor`. Raises SpecgenError unless these are exactly the tensors that
-        the description and the target ask for.
+        The rest of a name is that in `ExitLayers` or `Predictor`. Raises SpecgenError unless these
+        are exactly the tensors that the description and the target ask for.
         """
-        described, model = self.description, self._target.model
+        described = self.description
+        model = self._target.model
         assert isinstance(described, ExitDescription)
         check_exit(model, described.after, described.layers, self.name)
         files = WeightFiles(self.path, self.name)
@@ -151,12 +186,16 @@ class TrainedPart:
         return take_exactly(files, shapes)
 
     def _read_exit(self, described: ExitDescription) -> ExitWeights:
-        tensors, model, predictor = self.exit_tensors(), self._target.model, None
+        tensors = self.exit_tensors()
+        model = self._target.model
+        predictor = None
         if described.predictor:
             predictor = Predictor(model.shape.hidden_size)
             predictor.load_state_dict(under("predictor.", tensors))
             predictor.to(model.device).requires_grad_(False)
-        return ExitWeights(ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor)
+        return ExitWeights(
+            ExitLayers(model, described.layers, under("exit.", tensors)), described.after, predictor
+        )
 
     def _read_head(self) -> HeadWeights | MtpWeights | AssistantWeights:
         if self.kind == "mtp" and self.path == self._target.folder:
@@ -165,14 +204,17 @@ class TrainedPart:
         weights = files.read()
         if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
             weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
-        self.warning, self.version = files.warning, getattr(weights, "version", None)
+        self.warning = files.warning
+        self.version = getattr(weights, "version", None)
         return weights
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
-    """Opens the exit layer or head that `path` names: its folder, or for an exit layer also one of its two files.
+    """Opens the exit layer or head that `path` names: its folder, or for an exit layer also one of
+    its two files.
 
-    Raises SpecgenError if there is none, if it was trained for another target, or if its files do not belong together.
+    Raises SpecgenError if there is none, if it was trained for another target, or if its files do
+    not belong together.
     """
     if is_exit:
         weights, yaml_file = _exit_paths(path)
@@ -180,21 +222,35 @@ def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
         return TrainedPart("exit", weights, target, exit_)
     if not path.is_dir():
         problem = f"{path} is a file" if path.exists() else f"there is no folder {path}"
-        raise SpecgenError(problem, "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head")
+        raise SpecgenError(
+            problem, "Name the folder of a Medusa, EAGLE, GliDe, DFlash or DSpark head"
+        )
     head: HeadDescription | None = None
     if (path / HEAD_DESCRIPTION).exists():
-        head = read(path / HEAD_DESCRIPTION, HeadDescription, "description of the head", "Train it again, or restore the file")
+        head = read(
+            path / HEAD_DESCRIPTION,
+            HeadDescription,
+            "description of the head",
+            "Train it again, or restore the file",
+        )
     part = TrainedPart(PublishedHead(path, target).kind, path, target, head)
-    if head is not None and (head.kind != part.kind or head.weights not in ("", weights_fingerprint(path))):
-        problem = f"the weights in {path}, of the kind {part.kind}, and their {HEAD_DESCRIPTION} do not belong together"
+    if head is not None and (
+        head.kind != part.kind or head.weights not in ("", weights_fingerprint(path))
+    ):
+        problem = (
+            f"the weights in {path}, of the kind {part.kind}, and their "
+            f"{HEAD_DESCRIPTION} do not belong together"
+        )
         raise SpecgenError(problem, "Train it again, or restore the file")
     return part
 
 
 def own_layers(target: LoadedModel) -> TrainedPart | None:
-    """Returns the drafting layers in the target's own files as a trained part; None if the files have none.
+    """Returns the drafting layers in the target's own files as a trained part; None if the files
+    have none.
 
-    Raises SpecgenError for layers of an unknown layout, and if the native decoder does not know the target's family.
+    Raises SpecgenError for layers of an unknown layout, and if the native decoder does not know the
+    target's family.
     """
     return None if find_layers(target) is None else TrainedPart("mtp", target.folder, target, None)
 
@@ -204,10 +260,13 @@ def _training(method: str) -> str:
 
 
 def _exit_paths(path: Path) -> tuple[Path, Path]:
-    """Returns the paths of an exit layer's weights and description, whose names differ in their suffixes."""
+    """Returns the paths of an exit layer's weights and description, whose names differ in their
+    suffixes."""
     if path.is_dir():
         return path / EXIT_WEIGHTS, path / EXIT_DESCRIPTION
-    weights, description = (path.with_suffix(Path(name).suffix) for name in (EXIT_WEIGHTS, EXIT_DESCRIPTION))
+    weights, description = (
+        path.with_suffix(Path(name).suffix) for name in (EXIT_WEIGHTS, EXIT_DESCRIPTION)
+    )
     for file in (path, weights, description):
         if not file.is_file():
             hint = f"Name a folder with {EXIT_WEIGHTS} and {EXIT_DESCRIPTION}, or one of the two"
@@ -217,7 +276,11 @@ def _exit_paths(path: Path) -> tuple[Path, Path]:
 
 def under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors whose names start with `prefix`, under their names without it."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def describe_head(
@@ -226,53 +289,83 @@ def describe_head(
     """Returns the description of a head that was trained for `target`."""
     names = ("hidden_size", "num_layers", "num_heads", "head_size", "vocab_size")
     sizes = {name: getattr(target.model.shape, name) for name in names}
-    return HeadDescription(kind, target.name, weights_fingerprint(target.folder), sizes, figures=figures, made_with=made_with)
+    return HeadDescription(
+        kind,
+        target.name,
+        weights_fingerprint(target.folder),
+        sizes,
+        figures=figures,
+        made_with=made_with,
+    )
 
 
 def check_head_folder(folder: Path) -> None:
-    """Raises SpecgenError if `save_head` would overwrite files in `folder` that are no head trained by specgen, such as a
-    model's."""
+    """Raises SpecgenError if `save_head` would overwrite files in `folder` that are no head trained
+    by specgen, such as a model's."""
     names = ("config.json", SINGLE_FILE, MEDUSA_FILE)
     found = next((name for name in names if (folder / name).exists()), None)
     if found is not None and not (folder / HEAD_DESCRIPTION).exists():
-        raise SpecgenError(f"{folder} has a {found} that does not belong to a head trained by specgen", "Name another folder")
+        raise SpecgenError(
+            f"{folder} has a {found} that does not belong to a head trained by specgen",
+            "Name another folder",
+        )
 
 
 def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) -> Path:
-    """Writes a head in a published layout, in bfloat16, with its `head.yaml`. Returns the path of the weights.
+    """Writes a head in a published layout, in bfloat16, with its `head.yaml`. Returns the path of
+    the weights.
 
     All files are replaced together. Raises SpecgenError as `check_head_folder` does, and OSError.
     """
     check_head_folder(folder)
     config, tensors, name = published(weights, description.target, description.sizes)
     if isinstance(weights, MedusaWeights):
-        description = replace(description, rank_accuracies=[list(each) for each in weights.rank_accuracies])
+        description = replace(
+            description, rank_accuracies=[list(each) for each in weights.rank_accuracies]
+        )
     data = save({key: _stored(tensor) for key, tensor in tensors.items()}, {"format": "pt"})
     description = replace(description, weights=file_fingerprint(BytesIO(data)))
     shown_config = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    _write(folder, {HEAD_DESCRIPTION: _yaml(description), "config.json": shown_config.encode(), name: data})
-    (folder / (SINGLE_FILE if name == MEDUSA_FILE else MEDUSA_FILE)).unlink(missing_ok=True)  # of an older head
+    _write(
+        folder,
+        {HEAD_DESCRIPTION: _yaml(description), "config.json": shown_config.encode(), name: data},
+    )
+    # of an older head
+    (folder / (SINGLE_FILE if name == MEDUSA_FILE else MEDUSA_FILE)).unlink(missing_ok=True)
     return folder / name
 
 
 def save_exit(
-    folder: Path, tensors: Mapping[str, torch.Tensor], predictor: Predictor | None, description: ExitDescription
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    predictor: Predictor | None,
+    description: ExitDescription,
 ) -> Path:
-    """Writes `exit.safetensors` and `exit.yaml`, the weights in bfloat16. Returns the path of the weights. Raises OSError.
+    """Writes `exit.safetensors` and `exit.yaml`, the weights in bfloat16. Returns the path of the
+    weights. Raises OSError.
 
-    `tensors` has those of `ExitLayers` by name; the LM head is left out unless it is the exit's own.
+    `tensors` has those of `ExitLayers` by name; the LM head is left out unless it is the exit's
+    own.
     """
-    kept = {f"exit.{name}": weight for name, weight in tensors.items() if description.own_head or name != "head.weight"}
+    kept = {
+        f"exit.{name}": weight
+        for name, weight in tensors.items()
+        if description.own_head or name != "head.weight"
+    }
     if predictor is not None:
         kept |= {f"predictor.{name}": weight for name, weight in predictor.state_dict().items()}
     # One entry only: the order of several changes, and the same weights should give the same file.
-    data = save({name: _stored(weight) for name, weight in kept.items()}, {"fingerprint": description.fingerprint})
+    data = save(
+        {name: _stored(weight) for name, weight in kept.items()},
+        {"fingerprint": description.fingerprint},
+    )
     _write(folder, {EXIT_WEIGHTS: data, EXIT_DESCRIPTION: _yaml(description)})
     return folder / EXIT_WEIGHTS
 
 
 def round_as_saved(parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Rounds trained parameters to the dtype in which files keep them (bfloat16), and ends their training (no gradients).
+    """Rounds trained parameters to the dtype in which files keep them (bfloat16), and ends their
+    training (no gradients).
 
     Figures measured after that hold for the saved weights.
     """
@@ -290,8 +383,14 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def _yaml(description: ExitDescription | HeadDescription) -> bytes:
     """Returns a description as YAML after a comment. Floats get four significant digits."""
-    comment = _COMMENT.format(description.kind) if isinstance(description, HeadDescription) else _EXIT_COMMENT
-    plain = json.loads(json.dumps(asdict(description)), parse_float=lambda text: float(f"{float(text):.4g}"))
+    comment = (
+        _COMMENT.format(description.kind)
+        if isinstance(description, HeadDescription)
+        else _EXIT_COMMENT
+    )
+    plain = json.loads(
+        json.dumps(asdict(description)), parse_float=lambda text: float(f"{float(text):.4g}")
+    )
     import yaml
 
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -299,7 +398,8 @@ def _yaml(description: ExitDescription | HeadDescription) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Writes files completely, and then moves them into place, the first one last: without it the others are not recognised."""
+    """Writes files completely, and then moves them into place, the first one last: without it the
+    others are not recognised."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as moves:
         for name, data in files.items():

@@ -1,8 +1,9 @@
 """The processes (ranks) that torchrun has started. Each holds a part of each model.
 
-Rank 0 announces each call of a method to the others, and all ranks run it on their parts. Announcements are Python objects,
-broadcast through gloo; sums between GPUs go through NCCL. When a process fails, torchrun ends the others. A Ctrl-C in rank 0
-while all ranks run something leaves the others out of step: no later call is possible then.
+Rank 0 announces each call of a method to the others, and all ranks run it on their parts.
+Announcements are Python objects, broadcast through gloo; sums between GPUs go through NCCL. When a
+process fails, torchrun ends the others. A Ctrl-C in rank 0 while all ranks run something leaves the
+others out of step: no later call is possible then.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class LostRankError(Exception):
 
 
 class Shared(Protocol):
-    """An object of which each rank holds a part. The parts have the same `number` on all ranks; see `Group.add`."""
+    """An object of which each rank holds a part. The parts have the same `number` on all ranks; see
+    `Group.add`."""
 
     number: int
 
@@ -42,37 +44,44 @@ class Shared(Protocol):
 class Group:
     """The `size` processes that hold a model together, as seen by process number `rank`.
 
-    All processes must call the same operations in the same order. An operation raises LostRankError if another process has ended.
-    `failure` says why the ranks are no longer in step, after which nothing can be run any more; None as long as they are. `group`
-    is torch.distributed's process group.
+    All processes must call the same operations in the same order. An operation raises LostRankError
+    if another process has ended. `failure` says why the ranks are no longer in step, after which
+    nothing can be run any more; None as long as they are. `group` is torch.distributed's process
+    group.
     """
 
     number = 0  # of the group itself
 
     def __init__(self, rank: int, size: int, local_rank: int, group: Any = None) -> None:
-        self.rank, self.size, self._local_rank, self.group = rank, size, local_rank, group
+        self.rank = rank
+        self.size = size
+        self._local_rank = local_rank
+        self.group = group
         self.failure: str | None = None
         self.objects: MutableMapping[int, Any] = weakref.WeakValueDictionary() if rank == 0 else {}
         self.objects[0] = self
         self._last = 0
-        self._dropped: deque[int] = deque()  # filled by destructors, which may run at any time and in any thread
+        # filled by destructors, which may run at any time and in any thread
+        self._dropped: deque[int] = deque()
 
     # operations
 
     def sum(self, tensor: Tensor) -> None:
-        """Replaces the tensor, which has to be contiguous, by the sum of all ranks' tensors. Called on all ranks."""
+        """Replaces the tensor, which has to be contiguous, by the sum of all ranks' tensors. Called
+        on all ranks."""
         self._checked(dist.all_reduce, tensor)
 
     def gather(self, tensor: Tensor) -> Sequence[Tensor] | None:
-        """Returns on rank 0 all ranks' tensors, by rank; None on the other ranks. All have the same shape. Called on all
-        ranks."""
+        """Returns on rank 0 all ranks' tensors, by rank; None on the other ranks. All have the same
+        shape. Called on all ranks."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         self._checked(dist.gather, tensor, parts, dst=0)
         return parts
 
     def share(self, message: Any = None) -> Any:
-        """Returns rank 0's message, a Python object, on all ranks. The messages of the other ranks are ignored."""
+        """Returns rank 0's message, a Python object, on all ranks. The messages of the other ranks
+        are ignored."""
         messages = [message]
         self._checked(dist.broadcast_object_list, messages, 0)
         return messages[0]
@@ -83,7 +92,9 @@ class Group:
         self._checked(dist.all_gather_object, messages, message)
         return messages
 
-    def _checked(self, operation: Callable[..., object], *arguments: object, **options: object) -> None:
+    def _checked(
+        self, operation: Callable[..., object], *arguments: object, **options: object
+    ) -> None:
         try:
             operation(*arguments, group=self.group, **options)
         except (RuntimeError, ValueError) as error:  # gloo's own errors are plain RuntimeErrors
@@ -94,7 +105,8 @@ class Group:
     def add(self, made: Shared) -> None:
         """Gives an object its number, by which all ranks know their part of it.
 
-        All ranks make the same objects in the same order. The other ranks keep their parts until rank 0's is freed.
+        All ranks make the same objects in the same order. The other ranks keep their parts until
+        rank 0's is freed.
         """
         self._last += 1
         made.number = self._last
@@ -103,15 +115,21 @@ class Group:
             weakref.finalize(made, self._dropped.append, self._last)
 
     def call(self, shared: Shared, method: str, *arguments: Any) -> Any:
-        """Calls a method of an object on all ranks, each with its own part, and returns rank 0's result. Called on rank 0.
+        """Calls a method of an object on all ranks, each with its own part, and returns rank 0's
+        result. Called on rank 0.
 
-        Tensors among the arguments have to be on the CPU. Raises RunError if the ranks are no longer in step. An error in the
-        call leaves them out of step, unless it is a SpecgenError.
+        Tensors among the arguments have to be on the CPU. Raises RunError if the ranks are no
+        longer in step. An error in the call leaves them out of step, unless it is a SpecgenError.
         """
         if self.failure is not None:
             raise self._error()
         try:
-            message = [self._dropped.popleft() for _ in range(len(self._dropped))], shared.number, method, arguments
+            message = (
+                [self._dropped.popleft() for _ in range(len(self._dropped))],
+                shared.number,
+                method,
+                arguments,
+            )
             self.share(message)
             return self._run(*message)
         except LostRankError as error:
@@ -126,23 +144,27 @@ class Group:
     def _error(self) -> SpecgenError:
         return RunError(f"the run on {self.size} processes has ended: {self.failure}", _HINT)
 
-    def _run(self, dropped: Sequence[int], number: int, method: str, arguments: Sequence[Any]) -> Any:
+    def _run(
+        self, dropped: Sequence[int], number: int, method: str, arguments: Sequence[Any]
+    ) -> Any:
         for each in dropped:
             self.objects.pop(each, None)
         return getattr(self.objects[number], method)(*arguments)
 
     @inference
     def follow(self) -> None:
-        """On a rank other than 0, runs all that rank 0 announces, until rank 0 announces the end."""
+        """On a rank other than 0, runs all that rank 0 announces, until rank 0 announces the
+        end."""
         while (message := self.share()) is not None:
             with suppress(SpecgenError):  # rank 0 raises it, too
                 self._run(*message)
 
     def load(self, read: Callable[..., Shared], kind: str, name: str, *arguments: Any) -> Any:
-        """Makes this rank's part of a model by `read(device, group, name, *arguments)`, and adds it to the group's objects.
+        """Makes this rank's part of a model by `read(device, group, name, *arguments)`, and adds it
+        to the group's objects.
 
-        `kind` is the type of the devices (`cpu`, `cuda`), of which each rank has one. Called on all ranks: if it fails on one,
-        all raise an error.
+        `kind` is the type of the devices (`cpu`, `cuda`), of which each rank has one. Called on all
+        ranks: if it fails on one, all raise an error.
         """
         device = torch.device(kind, self._local_rank) if kind == "cuda" else torch.device(kind)
         own = None
@@ -179,10 +201,12 @@ joined: list[Group] = []
 
 
 def follow_unless_first() -> None:
-    """Joins the processes that torchrun has started. Returns on rank 0; another rank does what rank 0 announces, and then ends.
+    """Joins the processes that torchrun has started. Returns on rank 0; another rank does what rank
+    0 announces, and then ends.
 
-    Another rank ends its process with exit code 0 and without output when rank 0 has ended; after an error of its own, with a
-    line that says why and exit code 1. Without torchrun, returns at once.
+    Another rank ends its process with exit code 0 and without output when rank 0 has ended; after
+    an error of its own, with a line that says why and exit code 1. Without torchrun, returns at
+    once.
     """
     launched = launch()
     if launched is None or joined:
@@ -192,7 +216,8 @@ def follow_unless_first() -> None:
         atexit.register(end)
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 ends, and this rank with it
-    nowhere, errors = os.open(os.devnull, os.O_WRONLY), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    errors = os.dup(2)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
     code = 0
@@ -214,14 +239,17 @@ def _join(launched: Launch) -> Group:
         if dist.is_initialized():  # by the caller, perhaps without gloo
             group = dist.new_group(backend=backend, timeout=_FOREVER)
         else:
-            dist.init_process_group(backend, rank=launched.rank, world_size=launched.ranks, timeout=_FOREVER)
+            dist.init_process_group(
+                backend, rank=launched.rank, world_size=launched.ranks, timeout=_FOREVER
+            )
     except (RuntimeError, ValueError) as error:
         raise LostRankError(str(error)) from error
     return Group(launched.rank, launched.ranks, launched.local_rank, group)
 
 
 def end() -> None:
-    """Lets the other ranks end, and leaves the process group. Called on rank 0 when its process ends."""
+    """Lets the other ranks end, and leaves the process group. Called on rank 0 when its process
+    ends."""
     while joined:
         group = joined.pop()
         if group.failure is None:
@@ -235,8 +263,8 @@ def end() -> None:
 def device_of_rank(launched: Launch, name: str) -> str:
     """Returns the name of this rank's device, for the name that the user gave.
 
-    Raises SpecgenError if the name is that of a single device, which all ranks would share, or if there are fewer GPUs than
-    ranks.
+    Raises SpecgenError if the name is that of a single device, which all ranks would share, or if
+    there are fewer GPUs than ranks.
     """
     if name not in ("auto", "cpu", "cuda"):
         problem = f"--device is {name}, and under torchrun each process has a device of its own"
@@ -244,6 +272,9 @@ def device_of_rank(launched: Launch, name: str) -> str:
     if name == "cpu" or not torch.cuda.is_available():
         return "cpu" if name == "auto" else name
     if launched.local_ranks > (count := torch.cuda.device_count()):
-        problem = f"torchrun has started {launched.local_ranks} processes, and this machine has {count} GPUs"
+        problem = (
+            f"torchrun has started {launched.local_ranks} processes, and this "
+            f"machine has {count} GPUs"
+        )
         raise SpecgenError(problem, f"Take --nproc-per-node {count}, or --device cpu")
     return f"cuda:{launched.local_rank}"

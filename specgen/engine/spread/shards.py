@@ -1,8 +1,9 @@
-"""One rank's part of a native model that is split over several processes: which part, how it is read, and how it runs.
+"""One rank's part of a native model that is split over several processes: which part, how it is
+read, and how it runs.
 
-As in Megatron-LM (Shoeybi et al. 2019, section 3): the first products of attention and MLP are split by output (by heads, by
-neurons), the last ones by input, so that the whole product is the sum of the ranks' results. The embedding and the LM head are
-split by token ids.
+As in Megatron-LM (Shoeybi et al. 2019, section 3): the first products of attention and MLP are
+split by output (by heads, by neurons), the last ones by input, so that the whole product is the sum
+of the ranks' results. The embedding and the LM head are split by token ids.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from torch.nn.functional import pad
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.devices import inference, move
-from specgen.engine.forward_pass import ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import (
+    ForwardFunction,
+    ForwardPass,
+    HiddenSource,
+    LayerPart,
+    ModelOutput,
+)
 from specgen.engine.model_loading import PreparedModel, check_weight_files
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.config_reading import read_architecture, read_config
@@ -40,16 +47,18 @@ from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.spread.ranks import Group, joined
 from specgen.engine.weights import WeightFiles, bias_of
 
-_Part = tuple[int, Sequence[range]]  # the dimension along which a tensor is split, and its ranges that a rank holds
+# the dimension along which a tensor is split, and its ranges that a rank holds
+_Part = tuple[int, Sequence[range]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What rank `rank` of `size` holds of a model.
 
-    `heads`, `kv_heads` and `neurons` (of the MLP) are the rank's part of each layer, `tokens` the token ids of its rows of the
-    embedding and the LM head. `copies` is the number of ranks that hold the same key-value head; it is above 1 if there are more
-    ranks than key-value heads. All ranks have equally many `tokens`; ids from the vocabulary's size on are padding.
+    `heads`, `kv_heads` and `neurons` (of the MLP) are the rank's part of each layer, `tokens` the
+    token ids of its rows of the embedding and the LM head. `copies` is the number of ranks that
+    hold the same key-value head; it is above 1 if there are more ranks than key-value heads. All
+    ranks have equally many `tokens`; ids from the vocabulary's size on are padding.
     """
 
     architecture: Architecture
@@ -65,20 +74,35 @@ class Shard:
     def of(cls, architecture: Architecture, rank: int, size: int, name: str = "the model") -> Shard:
         """Returns the part of one rank. `name` is what messages call the model.
 
-        Raises SpecgenError if the heads cannot be split over `size` ranks, or if the model is too small for so many.
+        Raises SpecgenError if the heads cannot be split over `size` ranks, or if the model is too
+        small for so many.
         """
         heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
         copies = max(1, size // kv_heads)
         if not _fits(size, heads, kv_heads):
             most = max(ranks for ranks in range(1, size) if _fits(ranks, heads, kv_heads))
-            problem = f"{name} has {heads} heads on {kv_heads} key-value heads, which cannot be split over {size} ranks"
+            problem = (
+                f"{name} has {heads} heads on {kv_heads} key-value heads, which "
+                f"cannot be split over {size} ranks"
+            )
             raise SpecgenError(problem, f"Take --nproc-per-node {most}")
         rows = -(-architecture.vocab_size // size)
         if architecture.intermediate_size < size or rows * (size - 1) >= architecture.vocab_size:
-            raise SpecgenError(f"{name} is too small to be split over {size} ranks", "Take fewer: --nproc-per-node 2")
-        own_kv = _part(kv_heads, rank, size) if copies == 1 else range(rank // copies, rank // copies + 1)
+            raise SpecgenError(
+                f"{name} is too small to be split over {size} ranks",
+                "Take fewer: --nproc-per-node 2",
+            )
+        own_kv = (
+            _part(kv_heads, rank, size)
+            if copies == 1
+            else range(rank // copies, rank // copies + 1)
+        )
         group = heads // kv_heads
-        own = range(own_kv.start * group, own_kv.stop * group) if copies == 1 else _part(heads, rank, size)
+        own = (
+            range(own_kv.start * group, own_kv.stop * group)
+            if copies == 1
+            else _part(heads, rank, size)
+        )
         neurons = _part(architecture.intermediate_size, rank, size)
         tokens = range(rank * rows, (rank + 1) * rows)
         return cls(architecture, rank, size, own, own_kv, neurons, tokens, copies)
@@ -87,7 +111,12 @@ class Shard:
     def local(self) -> Architecture:
         """The architecture of a model whose layers have only this rank's heads and neurons."""
         counts = len(self.heads), len(self.kv_heads), len(self.neurons)
-        return replace(self.architecture, num_heads=counts[0], num_kv_heads=counts[1], intermediate_size=counts[2])
+        return replace(
+            self.architecture,
+            num_heads=counts[0],
+            num_kv_heads=counts[1],
+            intermediate_size=counts[2],
+        )
 
     @property
     def stored_tokens(self) -> range:
@@ -100,7 +129,9 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def _fits(ranks: int, heads: int, kv_heads: int) -> bool:
-    return ranks <= kv_heads or (ranks % kv_heads == 0 and (heads // kv_heads) % (ranks // kv_heads) == 0)
+    return ranks <= kv_heads or (
+        ranks % kv_heads == 0 and (heads // kv_heads) % (ranks // kv_heads) == 0
+    )
 
 
 class LayerShard:
@@ -108,13 +139,19 @@ class LayerShard:
 
     def __init__(self, files: WeightFiles, shard: Shard, index: int) -> None:
         names = layer_tensors(shard.architecture, index)
-        self._files, self._shard = files, shard
+        self._files = files
+        self._shard = shard
         self._added_once = {bias_of(names.output), bias_of(names.down)}
-        whole, size = shard.architecture, shard.architecture.head_size
-        queries, keys = (range(part.start * size, part.stop * size) for part in (shard.heads, shard.kv_heads))
+        whole = shard.architecture
+        size = shard.architecture.head_size
+        queries, keys = (
+            range(part.start * size, part.stop * size) for part in (shard.heads, shard.kv_heads)
+        )
         lengths = whole.num_heads * size, whole.num_kv_heads * size, whole.num_kv_heads * size
         rows = _split(names.qkv, lengths, (queries, keys, keys))
-        rows |= _split(names.gate_up, (whole.intermediate_size,) * 2, (shard.neurons, shard.neurons))
+        rows |= _split(
+            names.gate_up, (whole.intermediate_size,) * 2, (shard.neurons, shard.neurons)
+        )
         self._parts = rows | {bias_of(str(name)): part for name, part in rows.items()}
         self._parts |= {names.output: (1, [queries]), names.down: (1, [shard.neurons])}
         if whole.qk_norm == "all":
@@ -123,8 +160,8 @@ class LayerShard:
     def take(self, name: str) -> Tensor:
         """Returns the rank's part of the tensor `name`, in its stored dtype.
 
-        A bias of a product that is summed over all ranks would be added once by each rank, so it is zero on all ranks but the
-        first.
+        A bias of a product that is summed over all ranks would be added once by each rank, so it is
+        zero on all ranks but the first.
         """
         if name in self._parts:
             return self._files.take_part(name, *self._parts[name])
@@ -132,15 +169,26 @@ class LayerShard:
         return torch.zeros_like(tensor) if name in self._added_once and self._shard.rank else tensor
 
 
-def _split(names: Sequence[str], lengths: Sequence[int], own: Sequence[range]) -> dict[str | None, _Part]:
+def _split(
+    names: Sequence[str], lengths: Sequence[int], own: Sequence[range]
+) -> dict[str | None, _Part]:
     """Returns a rank's rows (`own`) of several matrices by name.
 
-    If there is a single name, its matrix has the rows of all, one matrix after the other, and the ranges are shifted accordingly.
+    If there is a single name, its matrix has the rows of all, one matrix after the other, and the
+    ranges are shifted accordingly.
     """
     if len(names) > 1:
         return {name: (0, [part]) for name, part in zip(names, own, strict=True)}
     starts = accumulate(lengths[:-1], initial=0)
-    return {names[0]: (0, [range(start + part.start, start + part.stop) for start, part in zip(starts, own, strict=True)])}
+    return {
+        names[0]: (
+            0,
+            [
+                range(start + part.start, start + part.stop)
+                for start, part in zip(starts, own, strict=True)
+            ],
+        )
+    }
 
 
 class ShardedAttention(Attention):
@@ -148,19 +196,29 @@ class ShardedAttention(Attention):
 
     def __init__(self, shard: Shard, group: Group, *native: Any, **options: Any) -> None:
         super().__init__(*native, **options)
-        self._group, self._shard = group, shard
+        self._group = group
+        self._shard = shard
 
     def normed_heads(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Returns the heads with query and key heads normalised; a norm over all heads needs the sums of all ranks' squares."""
+        """Returns the heads with query and key heads normalised; a norm over all heads needs the
+        sums of all ranks' squares."""
         if self._norm_over != "all":
             return super().normed_heads(heads, weight)
-        whole, counts = self._shard.architecture, [self._heads, self._kv_heads]
+        whole = self._shard.architecture
+        counts = [self._heads, self._kv_heads]
         part = heads.narrow(1, 0, sum(counts))
-        query, key = (each.sum(-1) for each in torch.split(part.float().square().sum(-1), counts, dim=1))
-        squares = torch.stack((query / whole.num_heads, key / (self._shard.copies * whole.num_kv_heads)))
+        query, key = (
+            each.sum(-1) for each in torch.split(part.float().square().sum(-1), counts, dim=1)
+        )
+        squares = torch.stack(
+            (query / whole.num_heads, key / (self._shard.copies * whole.num_kv_heads))
+        )
         self._group.sum(squares)
         factors = torch.rsqrt(squares / whole.head_size + whole.norm_eps)
-        by_head = torch.cat([each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)], dim=1)
+        by_head = torch.cat(
+            [each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)],
+            dim=1,
+        )
         torch.mul((part.float() * by_head[:, :, None]).to(part.dtype), weight, out=part)
         return heads
 
@@ -179,7 +237,8 @@ class ShardedLayer(NativeLayer):
 
 
 def _summed(product: Product, scale: float, group: Group) -> Product:
-    """Returns a product split by its inputs: the ranks' results are added up. `scale` is the factor on the residual stream."""
+    """Returns a product split by its inputs: the ranks' results are added up. `scale` is the factor
+    on the residual stream."""
 
     def multiply(x: Tensor) -> Tensor:
         total = product(x)
@@ -190,34 +249,47 @@ def _summed(product: Product, scale: float, group: Group) -> Product:
 
 
 def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
-    """Returns an LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the others their own part."""
+    """Returns an LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the
+    others their own part."""
 
     def multiply(x: Tensor) -> Tensor:
         own = product(x)
         parts = group.gather(own)
-        return own if parts is None else torch.cat([*parts], dim=1)[:, :vocab_size]  # without padding
+        # without padding
+        return own if parts is None else torch.cat([*parts], dim=1)[:, :vocab_size]
 
     return Product(multiply)
 
 
 class ShardedModel(NativeModel):
-    """One rank's part of a model. Rank 0 uses it like a whole model; calls that need the other ranks are announced to them.
+    """One rank's part of a model. Rank 0 uses it like a whole model; calls that need the other
+    ranks are announced to them.
 
-    `parts.embedding` has the rows of the rank's token ids. Rank 0 alone runs trained parts such as exit layers, which are not
-    split.
+    `parts.embedding` has the rows of the rank's token ids. Rank 0 alone runs trained parts such as
+    exit layers, which are not split.
     """
 
     number = 0  # given by `Group.add`
 
-    def __init__(self, shard: Shard, group: Group, layers: Sequence[ShardedLayer], parts: NativeParts, **options: Any) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        group: Group,
+        layers: Sequence[ShardedLayer],
+        parts: NativeParts,
+        **options: Any,
+    ) -> None:
         super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
-        self.shard, self.group = shard, group
+        self.shard = shard
+        self.group = group
         self.architecture = self.shape = shard.architecture
 
     # on rank 0
 
     def new_cache(self, layers: range | None = None, *, sequences: int = 1) -> KVBuffer:
-        made: SharedCache = self.group.call(self, "add_cache", range(self.shape.num_layers) if layers is None else layers)
+        made: SharedCache = self.group.call(
+            self, "add_cache", range(self.shape.num_layers) if layers is None else layers
+        )
         return made
 
     def forward(
@@ -231,12 +303,15 @@ class ShardedModel(NativeModel):
         how = layers, tuple(taps), with_head
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()  # which may announce passes of its own
+            # which may announce passes of its own
+            source = forward_pass.ids if inputs is None else inputs(forward_pass).cpu()
             context: Any = range(len(forward_pass.context))  # only its length is read
             cache = forward_pass.cache
             sent = forward_pass._replace(context=context, cache=None)
             sizes = cache.length, cache.capacity
-            output: ModelOutput = self.group.call(cache, "run", sizes, how, sent, logits_to_keep, source)
+            output: ModelOutput = self.group.call(
+                cache, "run", sizes, how, sent, logits_to_keep, source
+            )
             return output
 
         return run
@@ -246,7 +321,9 @@ class ShardedModel(NativeModel):
         return found
 
     def head_logits(self, hidden: Tensor, *, is_raw: bool = False) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "head_logits", hidden.cpu(), {"is_raw": is_raw})
+        found: Tensor = self.group.call(
+            self, "native", "head_logits", hidden.cpu(), {"is_raw": is_raw}
+        )
         return found
 
     @inference
@@ -255,14 +332,19 @@ class ShardedModel(NativeModel):
         return found
 
     def batch(self, *_: Any, **__: Any) -> ModelOutput:
-        raise SpecgenError("under torchrun nothing is trained: the target is split", "Train in one process, without torchrun")
+        raise SpecgenError(
+            "under torchrun nothing is trained: the target is split",
+            "Train in one process, without torchrun",
+        )
 
     # on all ranks
 
     def native(self, method: str, argument: Any, options: Mapping[str, Any]) -> Any:
-        """Calls the method of this name of `NativeModel` on this rank, with one argument and with `options` by name. A tensor is
-        moved to the rank's device."""
-        return getattr(super(), method)(move(argument, self.device) if isinstance(argument, Tensor) else argument, **options)
+        """Calls the method of this name of `NativeModel` on this rank, with one argument and with
+        `options` by name. A tensor is moved to the rank's device."""
+        return getattr(super(), method)(
+            move(argument, self.device) if isinstance(argument, Tensor) else argument, **options
+        )
 
     def add_cache(self, layers: range) -> SharedCache:
         cache = SharedCache(self, layers)
@@ -291,8 +373,14 @@ class SharedCache(KVBuffer):
     number = 0  # given by `Group.add`
 
     def __init__(self, model: ShardedModel, layers: range) -> None:
-        local, devices = model.shard.local, [model.device] * len(layers)
-        super().__init__(devices, [(local.num_kv_heads, local.head_size)] * len(layers), model.dtype, first_layer=layers.start)
+        local = model.shard.local
+        devices = [model.device] * len(layers)
+        super().__init__(
+            devices,
+            [(local.num_kv_heads, local.head_size)] * len(layers),
+            model.dtype,
+            first_layer=layers.start,
+        )
         self._model = model
 
     def gather(self, indices: Sequence[int], start: int) -> None:
@@ -311,8 +399,9 @@ class SharedCache(KVBuffer):
     ) -> ModelOutput:
         """Runs this rank's part of a forward pass with this cache.
 
-        `sizes` are the cache's length and capacity. `how` are the layers, the taps, and whether the head is run. `source` are the
-        token ids, or the hidden states [n, width] that enter the first of the layers.
+        `sizes` are the cache's length and capacity. `how` are the layers, the taps, and whether the
+        head is run. `source` are the token ids, or the hidden states [n, width] that enter the
+        first of the layers.
         """
         (self.length, self.capacity), model = sizes, self._model
         hidden = model.embed(source) if isinstance(source, list) else move(source, model.device)
@@ -321,45 +410,66 @@ class SharedCache(KVBuffer):
         return forward(forward_pass._replace(cache=self), logits_to_keep)
 
 
-def load_distributed(prepared: PreparedModel, dtype: torch.dtype, device: torch.device, _: object = None) -> ShardedModel:
+def load_distributed(
+    prepared: PreparedModel, dtype: torch.dtype, device: torch.device, _: object = None
+) -> ShardedModel:
     """Loads a model, split over all ranks; called on rank 0. A `model_loading.Loader`.
 
-    Raises SpecgenError for a model that cannot be split, and SpecgenError or RunError for one that cannot be loaded.
+    Raises SpecgenError for a model that cannot be split, and SpecgenError or RunError for one that
+    cannot be loaded.
     """
     if prepared.architecture is None:
-        problem = f"{prepared.name} cannot be split over torchrun's processes: transformers runs it ({prepared.fallback})"
-        raise SpecgenError(problem, "Run it without torchrun, with --device auto-map where it does not fit into one device")
+        problem = (
+            f"{prepared.name} cannot be split over torchrun's processes: "
+            f"transformers runs it ({prepared.fallback})"
+        )
+        raise SpecgenError(
+            problem,
+            "Run it without torchrun, with --device auto-map where it does not fit into one device",
+        )
     if (parts := prepared.architecture.fixed_parts) is not None:
-        hint = "Run it without torchrun, with --device auto-map where it does not fit into one device"
-        raise SpecgenError(f"{prepared.name} cannot be split over torchrun's processes: it has {parts}", hint)
+        hint = (
+            "Run it without torchrun, with --device auto-map where it does not fit into one device"
+        )
+        raise SpecgenError(
+            f"{prepared.name} cannot be split over torchrun's processes: it has {parts}", hint
+        )
     check_weight_files(prepared.folder, prepared.name)
     return load_on(joined[0], prepared, dtype, device)
 
 
-def load_on(group: Group, prepared: PreparedModel, dtype: torch.dtype, device: torch.device) -> ShardedModel:
+def load_on(
+    group: Group, prepared: PreparedModel, dtype: torch.dtype, device: torch.device
+) -> ShardedModel:
     given = prepared.name, str(prepared.folder.resolve()), dtype, prepared.source.exact
     model: ShardedModel = group.call(group, "load", load_shard, device.type, *given)
     return model
 
 
-def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: torch.dtype, exact: bool) -> ShardedModel:
-    """Loads this rank's part of the model in the folder `path`, as `native_model.load_native` loads a whole one.
+def load_shard(
+    device: torch.device, group: Group, name: str, path: str, dtype: torch.dtype, exact: bool
+) -> ShardedModel:
+    """Loads this rank's part of the model in the folder `path`, as `native_model.load_native` loads
+    a whole one.
 
-    Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected tensors, and for a model that cannot
-    be split over so many ranks.
+    Reads only this part. Raises SpecgenError for missing, damaged, unsuitable or unexpected
+    tensors, and for a model that cannot be split over so many ranks.
     """
     folder = Path(path)
     architecture = read_architecture(read_config(folder, name))
     shard = Shard.of(architecture, group.rank, group.size, name)
     with torch.no_grad():
         files, _ = open_model(folder, name, architecture, device)
-        factory, gain = ProductFactory(device, dtype), norm_gain(architecture, dtype, device)
+        factory = ProductFactory(device, dtype)
+        gain = norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()
         (_, kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):
-            weights = layer_weights(shard.local, index, LayerShard(files, shard, index).take, dtype, gain)
+            weights = layer_weights(
+                shard.local, index, LayerShard(files, shard, index).take, dtype, gain
+            )
             layers.append(ShardedLayer(shard, group, index, kind, weights, factory, gain=gain))
             del weights
             files.close()
@@ -369,10 +479,16 @@ def load_shard(device: torch.device, group: Group, name: str, path: str, dtype: 
 
 
 def _tables(
-    shard: Shard, files: WeightFiles, factory: ProductFactory, dtype: torch.dtype, gain: float, group: Group
+    shard: Shard,
+    files: WeightFiles,
+    factory: ProductFactory,
+    dtype: torch.dtype,
+    gain: float,
+    group: Group,
 ) -> NativeParts:
     """Returns this rank's rows of the embedding and of the LM head, and the final norm."""
-    architecture, own = shard.architecture, shard.stored_tokens
+    architecture = shard.architecture
+    own = shard.stored_tokens
     embedding_name, head_name = table_names(files)
     matrix = files.take_part(head_name, 0, [own]).to(dtype)
     head = factory(pad(matrix, (0, 0, 0, len(shard.tokens) - len(own))))

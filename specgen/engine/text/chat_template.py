@@ -1,6 +1,8 @@
-"""Renders a model's chat template in jinja2's sandbox, because a template is a program from an untrusted source.
+"""Renders a model's chat template in jinja2's sandbox, because a template is a program from an
+untrusted source.
 
-The environment is the one that transformers gives to templates (version 5.23, `utils/chat_template_utils.py`).
+The environment is the one that transformers gives to templates (version 5.23,
+`utils/chat_template_utils.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]) -> str:
+def render(
+    template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, Any]
+) -> str:
     """Returns the text of the messages in the template, up to where the model's next answer starts.
 
-    A message has `role` and `content`. `special_tokens` are variables of the template, such as bos_token. A template may raise
-    any exception, which is passed on.
+    A message has `role` and `content`. `special_tokens` are variables of the template, such as
+    bos_token. A template may raise any exception, which is passed on.
     """
     given = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
     return _compiled(template).render(**given, add_generation_prompt=True, **special_tokens)
@@ -42,7 +46,8 @@ def _compiled(template: str) -> Template:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}` ... `{% endgeneration %}`, which marks answers for training. Here it gives its content."""
+    """The tag `{% generation %}` ... `{% endgeneration %}`, which marks answers for training. Here
+    it gives its content."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -56,9 +61,17 @@ class _Generation(Extension):
         return content
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """Converts to JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

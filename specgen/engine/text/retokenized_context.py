@@ -1,4 +1,5 @@
-"""A target's context in the tokens of a draft model with another tokenizer, by its text; drafted text in the target's tokens."""
+"""A target's context in the tokens of a draft model with another tokenizer, by its text; drafted
+text in the target's tokens."""
 
 from __future__ import annotations
 
@@ -10,30 +11,39 @@ from specgen.engine.text.tokenizer import Detokenizer, Tokenizer
 
 _KEPT = 24  # characters at the end of the text, at least, whose tokens may still change
 _LONGEST = 96  # characters; tokens of a longer text are fixed up to its last words
-_BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")  # hardly any tokenizer has a token that crosses such a place
+# hardly any tokenizer has a token that crosses such a place
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")
 
 
 class RetokenizedContext:
-    """A target's context in the tokens of the draft model: `context`, which only grows, followed by `tail`.
+    """A target's context in the tokens of the draft model: `context`, which only grows, followed by
+    `tail`.
 
-    `tail` has the tokens of the last words. They are encoded again in each round, because more text can change them: `inter`
-    becomes `international`. Special tokens of the target become the draft model's own if they mark the beginning of a text or the
-    end of a sequence, and their names as text otherwise. If the target's last tokens (`unfinished`) are only the beginning of a
+    `tail` has the tokens of the last words. They are encoded again in each round, because more text
+    can change them: `inter` becomes `international`. Special tokens of the target become the draft
+    model's own if they mark the beginning of a text or the end of a sequence, and their names as
+    text otherwise. If the target's last tokens (`unfinished`) are only the beginning of a
     character, this character is left out.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
-        self._target, self._draft = target, draft
+        self._target = target
+        self._draft = draft
         self._followed: Context | None = None
         self._special: dict[int, bool] = {}
 
     def follow(self, context: Context) -> None:
-        """Adds the tokens that the target's context has gained since the last call. If it is another context, starts anew with
-        all its tokens."""
+        """Adds the tokens that the target's context has gained since the last call. If it is
+        another context, starts anew with all its tokens."""
         if context is not self._followed:
-            self._followed, self._read = context, 0
-            self.context, self.tail, self.unfinished = Context(()), list[int](), list[int]()
-            self._before, self._text, self._is_begun = "", "", False
+            self._followed = context
+            self._read = 0
+            self.context = Context(())
+            self.tail = list[int]()
+            self.unfinished = list[int]()
+            self._before = ""
+            self._text = ""
+            self._is_begun = False
             self._detokenizer: Detokenizer = self._target.detokenizer(())
             self._settled = list(self._draft.opening)
         for is_special, group in groupby(context.ids[self._read :], self._is_special):
@@ -55,25 +65,29 @@ class RetokenizedContext:
 
     @property
     def text(self) -> str:
-        """The last 24 characters (`_KEPT`) of the context's text, without a character that is not finished."""
+        """The last 24 characters (`_KEPT`) of the context's text, without a character that is not
+        finished."""
         return (self._before + self._text)[-_KEPT:]
 
     def text_after(self, tokens: list[int]) -> str:
-        """Returns the text that the draft model's `tokens` add to the context, up to the last whole character.
+        """Returns the text that the draft model's `tokens` add to the context, up to the last whole
+        character.
 
         Empty if the draft model's tokenizer changes the text before them.
         """
         known = self.tail or self.context.ids[-_KEPT:]
-        before, text = self._draft.text_of(known), self._draft.text_of([*known, *tokens])
+        before = self._draft.text_of(known)
+        text = self._draft.text_of([*known, *tokens])
         if not text.startswith(before):
             return ""
         added = text[len(before) :].partition("\N{REPLACEMENT CHARACTER}")[0]
-        missing = _spaces_at_end(self.text)[len(_spaces_at_end(before)) :]  # some tokenizers leave out spaces
+        # some tokenizers leave out spaces
+        missing = _spaces_at_end(self.text)[len(_spaces_at_end(before)) :]
         return added[len(missing) :] if added.startswith(missing) else ""
 
     def target_tokens(self, text: str) -> list[int]:
-        """Returns the target's tokens of `text` where it continues the context; empty if the target's tokenizer has no such
-        tokens.
+        """Returns the target's tokens of `text` where it continues the context; empty if the
+        target's tokenizer has no such tokens.
 
         If the context ends with an unfinished character, the first tokens complete it.
         """
@@ -106,7 +120,10 @@ class RetokenizedContext:
     def _settle_first_words(self) -> None:
         """Fixes the tokens of a long text up to its last words."""
         if len(self._text) > _LONGEST:
-            ends = [found.start() for found in _BETWEEN_WORDS.finditer(self._text, 0, len(self._text) - _KEPT)]
+            ends = [
+                found.start()
+                for found in _BETWEEN_WORDS.finditer(self._text, 0, len(self._text) - _KEPT)
+            ]
             if ends or len(self._text) > 8 * _LONGEST:
                 self._settle(ends[-1] if ends else len(self._text) - _KEPT)
 
@@ -114,7 +131,8 @@ class RetokenizedContext:
         """Fixes the tokens of the next `length` characters."""
         text, self._text = self._text[:length], self._text[length:]
         self._settled += self._encoded(text)
-        self._before, self._is_begun = (self._before + text)[-_KEPT:], True
+        self._before = (self._before + text)[-_KEPT:]
+        self._is_begun = True
 
     def _encoded(self, text: str) -> list[int]:
         """Returns the draft's tokens of `text`, which follows the text with fixed tokens."""

@@ -1,4 +1,5 @@
-"""Stop strings: finds where an output ends, in its text. They may name special tokens, which stand for no text."""
+"""Stop strings: finds where an output ends, in its text. They may name special tokens, which stand
+for no text."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 class StopStrings:
     """What is looked for in a text in which the special tokens that it names are marked.
 
-    `marks` has the characters that mark these tokens, by token id. `texts` are the stop strings, and once more with marks in
-    place of names: ordinary tokens may spell a name too.
+    `marks` has the characters that mark these tokens, by token id. `texts` are the stop strings,
+    and once more with marks in place of names: ordinary tokens may spell a name too.
     """
 
     texts: Sequence[str] = ()
@@ -26,7 +27,8 @@ class StopStrings:
 
     @classmethod
     def of(cls, texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
-        """Returns the stop strings `texts` for a tokenizer. Spaces around the name of a special token alone do not matter."""
+        """Returns the stop strings `texts` for a tokenizer. Spaces around the name of a special
+        token alone do not matter."""
         named = dict(pair for text in texts for pair in _named(text, tokenizer))
         marks = dict(zip(named, _MARKS, strict=False))
         names = {named[token]: mark for token, mark in marks.items()}
@@ -34,8 +36,8 @@ class StopStrings:
         return cls(tuple(dict.fromkeys([*texts, *marked])), marks)
 
     def mark(self, token: int) -> str:
-        """The text that stands for this token after its own text: its mark if it is a special token that is named, else
-        nothing."""
+        """The text that stands for this token after its own text: its mark if it is a special token
+        that is named, else nothing."""
         return self.marks.get(token, "")
 
     def start(self, text: str) -> int | None:
@@ -43,7 +45,8 @@ class StopStrings:
         return min((text.index(stop) for stop in self.texts if stop in text), default=None)
 
     def begun(self, text: str) -> int:
-        """Returns how many characters at the end of a marked text may be the beginning of a stop string."""
+        """Returns how many characters at the end of a marked text may be the beginning of a stop
+        string."""
         return max((_overlap(text, stop) for stop in self.texts), default=0)
 
     def shown(self, text: str) -> str:
@@ -74,5 +77,6 @@ def _marked(text: str, names: Mapping[str, str]) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of the text with which `stop` begins, shorter than `stop` itself."""
+    """Returns the length of the longest end of the text with which `stop` begins, shorter than
+    `stop` itself."""
     return next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,9 @@
-"""The bytes of each token of a vocabulary, so that vocabularies of different tokenizers can be compared.
+"""The bytes of each token of a vocabulary, so that vocabularies of different tokenizers can be
+compared.
 
-The texts in a vocabulary cannot be compared directly: byte-level tokenizers write a space, a newline and each byte of a non-ASCII
-character as stand-in characters, while SentencePiece writes a space as U+2581 and a byte without a token as `<0x0A>`.
+The texts in a vocabulary cannot be compared directly: byte-level tokenizers write a space, a
+newline and each byte of a non-ASCII character as stand-in characters, while SentencePiece writes a
+space as U+2581 and a byte without a token as `<0x0A>`.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ from specgen.engine.text.tokenizer import Tokenizer
 ROLES = ("bos", "eos", "unk", "pad")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts"}  # they keep the whole text
-_ADDED, _ORDINARY, _BYTE, _UNUSED = range(4)  # kinds; of tokens with the same bytes, the lowest kind is emitted
+# they keep the whole text
+_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts"}
+# kinds; of tokens with the same bytes, the lowest kind is emitted
+_ADDED, _ORDINARY, _BYTE, _UNUSED = range(4)
 
 
 class NoTokenBytes(SpecgenError):  # noqa: N818  names a fact, not a failure
-    """The tokens of a tokenizer do not stand for bytes of the text, so they cannot be translated. The message says why."""
+    """The tokens of a tokenizer do not stand for bytes of the text, so they cannot be translated.
+    The message says why."""
 
 
 @dataclass
 class TokenBytes:
     """The bytes of each token of a tokenizer. Can be pickled.
 
-    `pieces[id]` are the token's bytes; None for special tokens, for added tokens that also take spaces around them, and for ids
-    without a token. `special` has the ids of special tokens by role: `bos`, `eos`, `unk`, `pad`, where known. `ids` maps bytes to
-    a token; of several tokens with the same bytes, to the one that the tokenizer emits (a character's own token, not its byte
+    `pieces[id]` are the token's bytes; None for special tokens, for added tokens that also take
+    spaces around them, and for ids without a token. `special` has the ids of special tokens by
+    role: `bos`, `eos`, `unk`, `pad`, where known. `ids` maps bytes to a token; of several tokens
+    with the same bytes, to the one that the tokenizer emits (a character's own token, not its byte
     token). `names` are the texts of the tokens that have no bytes. `pipeline` is the tokenizer.
     """
 
@@ -48,19 +54,25 @@ class TokenBytes:
     pipeline: Pipeline = field(compare=False, repr=False)
 
     def of_ids(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of the tokens `ids`, joined. Tokens without bytes, such as special ones, are left out."""
+        """Returns the bytes of the tokens `ids`, joined. Tokens without bytes, such as special
+        ones, are left out."""
         pieces = self.pieces
         return b"".join(pieces[id_] or b"" for id_ in ids if id_ < len(pieces))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, without the special tokens that the tokenizer adds at its beginning and end."""
+        """Returns the ids of a text, without the special tokens that the tokenizer adds at its
+        beginning and end."""
         ids: list[int] = self.pipeline.encode(text, add_special_tokens=False).ids
         return ids
 
     @cached_property
     def start(self) -> list[int]:
         """The ids of the special tokens that the tokenizer puts before a text."""
-        return list(takewhile(self.names.__contains__, self.pipeline.encode("a", add_special_tokens=True).ids))
+        return list(
+            takewhile(
+                self.names.__contains__, self.pipeline.encode("a", add_special_tokens=True).ids
+            )
+        )
 
     @cached_property
     def prefixes_first(self) -> bool:
@@ -78,10 +90,12 @@ _known: WeakKeyDictionary[Tokenizer, TokenBytes] = WeakKeyDictionary()
 
 
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """Returns the bytes of each token. Only byte-level tokenizers and those like SentencePiece have them.
+    """Returns the bytes of each token. Only byte-level tokenizers and those like SentencePiece have
+    them.
 
-    Raises NoTokenBytes for others, and for those that change the text (lower case, compatibility characters) or drop spaces. NFC
-    normalisation is allowed, because it leaves almost all text as it is.
+    Raises NoTokenBytes for others, and for those that change the text (lower case, compatibility
+    characters) or drop spaces. NFC normalisation is allowed, because it leaves almost all text as
+    it is.
     """
     if tokenizer not in _known:
         _known[tokenizer] = _read(tokenizer)
@@ -95,21 +109,34 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
     model = pipeline.model
     kind = type(model).__name__
     if kind not in ("BPE", "Unigram"):
-        raise NoTokenBytes(f"its tokens are those of a {kind} model, which does not keep the spaces between words")
+        raise NoTokenBytes(
+            f"its tokens are those of a {kind} model, which does not keep the spaces between words"
+        )
     if kind == "BPE" and (model.continuing_subword_prefix or model.end_of_word_suffix):
         raise NoTokenBytes("its tokens mark where words continue or end instead of spaces")
-    steps = {name: list(_steps(getattr(pipeline, name))) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    steps = {
+        name: list(_steps(getattr(pipeline, name)))
+        for name in ("normalizer", "pre_tokenizer", "decoder")
+    }
     mark = _space_mark([*steps["normalizer"], *steps["pre_tokenizer"], *steps["decoder"]])
     _check_text_is_kept(steps["normalizer"], steps["pre_tokenizer"])
-    is_byte_level = any(step["type"] == "ByteLevel" for step in (*steps["normalizer"], *steps["pre_tokenizer"]))
+    is_byte_level = any(
+        step["type"] == "ByteLevel" for step in (*steps["normalizer"], *steps["pre_tokenizer"])
+    )
     if not is_byte_level and mark is None:
-        raise NoTokenBytes("its tokens are neither bytes nor does one of their characters stand for a space")
-    has_bytes = any(step["type"] == "ByteFallback" for step in steps["decoder"]) or bool(getattr(model, "byte_fallback", False))
+        raise NoTokenBytes(
+            "its tokens are neither bytes nor does one of their characters stand for a space"
+        )
+    has_bytes = any(step["type"] == "ByteFallback" for step in steps["decoder"]) or bool(
+        getattr(model, "byte_fallback", False)
+    )
 
     vocabulary = tokenizer.vocabulary()
     added = pipeline.get_added_tokens_decoder()
     special = _roles(tokenizer.special_tokens, vocabulary, getattr(model, "unk_token", None))
-    without = {id_ for id_, token in added.items() if token.special or token.lstrip or token.rstrip} | set(special.values())
+    without = {
+        id_ for id_, token in added.items() if token.special or token.lstrip or token.rstrip
+    } | set(special.values())
     pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
     kinds = bytearray(len(pieces))
     for text, id_ in vocabulary.items():
@@ -121,7 +148,8 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
             piece, kind_ = _of_marked(text, mark or " ", has_bytes=has_bytes)
             kind_ = _ADDED if id_ in added else kind_
         if piece:
-            pieces[id_], kinds[id_] = piece, kind_
+            pieces[id_] = piece
+            kinds[id_] = kind_
     ids: dict[bytes, int] = {}
     for id_, found in enumerate(pieces):
         if found is not None and (found not in ids or kinds[id_] < kinds[ids[found]]):
@@ -130,15 +158,23 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
     return TokenBytes(pieces, special, ids, names, pipeline)
 
 
-def _roles(named: Mapping[str, str], vocabulary: Mapping[str, int], unknown: str | None) -> dict[str, int]:
-    """Returns the ids of special tokens by role. `unknown` is the model's token for unknown text, where none is named."""
+def _roles(
+    named: Mapping[str, str], vocabulary: Mapping[str, int], unknown: str | None
+) -> dict[str, int]:
+    """Returns the ids of special tokens by role. `unknown` is the model's token for unknown text,
+    where none is named."""
     texts = {role: named.get(f"{role}_token") for role in ROLES}
     texts["unk"] = texts["unk"] or unknown
-    return {role: vocabulary[text] for role, text in texts.items() if text is not None and text in vocabulary}
+    return {
+        role: vocabulary[text]
+        for role, text in texts.items()
+        if text is not None and text in vocabulary
+    }
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder as their descriptions in tokenizer.json."""
+    """Yields the steps of a normalizer, pre-tokenizer or decoder as their descriptions in
+    tokenizer.json."""
     if part is not None:
         yield from _flat(json.loads(part.__getstate__()))
 
@@ -158,25 +194,31 @@ def _space_mark(steps: Iterable[Mapping[str, Any]]) -> str | None:
         if step["type"] == "Metaspace":
             return str(step["replacement"])
         if step["type"] == "Replace":
-            found, replacement = step["pattern"].get("String"), step["content"]
+            found = step["pattern"].get("String")
+            replacement = step["content"]
             if found == " " or replacement == " ":
                 return str(replacement if found == " " else found)
     return None
 
 
-def _check_text_is_kept(normalizer: Sequence[Mapping[str, Any]], pre_tokenizer: Sequence[Mapping[str, Any]]) -> None:
+def _check_text_is_kept(
+    normalizer: Sequence[Mapping[str, Any]], pre_tokenizer: Sequence[Mapping[str, Any]]
+) -> None:
     """Raises NoTokenBytes if a step changes the text or drops a part of it."""
     for step in normalizer:
         marks_spaces = step["type"] == "Replace" and step["pattern"].get("String") == " "
         if not marks_spaces and step["type"] not in ("Prepend", "NFC", "ByteLevel"):
-            raise NoTokenBytes(f"its tokenizer changes the text before it splits it ({step['type']})")
+            raise NoTokenBytes(
+                f"its tokenizer changes the text before it splits it ({step['type']})"
+            )
     for step in pre_tokenizer:
         if step["type"] not in _PRE_TOKENIZERS or step.get("behavior") == "Removed":
             raise NoTokenBytes(f"its tokenizer drops the spaces between words ({step['type']})")
 
 
 def _byte_alphabet() -> dict[int, int]:
-    """Returns the inverse of GPT-2's byte alphabet as a table for `str.translate`, from stand-in characters to bytes.
+    """Returns the inverse of GPT-2's byte alphabet as a table for `str.translate`, from stand-in
+    characters to bytes.
 
     Characters below 256 that are no stand-ins become U+FFFF, which is not a byte.
     """
@@ -193,12 +235,14 @@ def _of_byte_level(text: str) -> tuple[bytes, int]:
     """Returns the bytes of a token of a byte-level tokenizer, and its kind."""
     try:
         return text.translate(_ALPHABET).encode("latin-1"), _ORDINARY
-    except UnicodeEncodeError:  # the decoder takes a token with other characters as it is, but the tokenizer does not emit it
+    # the decoder takes a token with other characters as it is, but the tokenizer does not emit it
+    except UnicodeEncodeError:
         return text.encode(), _UNUSED
 
 
 def _of_marked(text: str, mark: str, *, has_bytes: bool) -> tuple[bytes, int]:
-    """Returns the bytes of a token with `mark` in place of spaces, and its kind. `has_bytes`: `<0x41>` is the byte 0x41."""
+    """Returns the bytes of a token with `mark` in place of spaces, and its kind. `has_bytes`:
+    `<0x41>` is the byte 0x41."""
     if has_bytes and (byte := _BYTE_TOKEN.fullmatch(text)):
         return bytes([int(byte[1], 16)]), _BYTE
     return text.replace(mark, " ").encode(), _UNUSED if " " in text else _ORDINARY

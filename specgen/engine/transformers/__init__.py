@@ -1,1 +1,2 @@
-"""Runs models by transformers' own code: the backend for families that the native decoder does not know, and the reference."""
+"""Runs models by transformers' own code: the backend for families that the native decoder does not
+know, and the reference."""

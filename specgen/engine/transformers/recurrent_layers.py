@@ -1,8 +1,10 @@
-"""Recurrent layers of transformers' models: their own code, with convolutions and recurrences that `native.recurrence` computes.
+"""Recurrent layers of transformers' models: their own code, with convolutions and recurrences that
+`native.recurrence` computes.
 
-Transformers' mixers ask the cache for a convolution's inputs and for a state, and hand both to functions of their module.
-`KVCache` answers with records that can be rolled back, and each mixer object gets a `forward` in which these functions are
-replaced by ones that know records. Without a cache they are transformers' own.
+Transformers' mixers ask the cache for a convolution's inputs and for a state, and hand both to
+functions of their module. `KVCache` answers with records that can be rolled back, and each mixer
+object gets a `forward` in which these functions are replaced by ones that know records. Without a
+cache they are transformers' own.
 """
 
 from __future__ import annotations
@@ -20,18 +22,24 @@ from transformers.activations import ACT2FN
 
 from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps, unit_length
 
-_STATE_METHODS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
-_UNLIMITED = ("nemotron_h",)  # families whose limit of time steps transformers applies in some passes only, other engines nowhere
+_STATE_METHODS = frozenset(
+    {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
+)
+# families whose limit of time steps transformers applies in some passes only, other engines nowhere
+_UNLIMITED = ("nemotron_h",)
 _NO_LIMIT = 0.0, torch.inf
 _STEP = "mamba2_selective_state_update"
 # layers that need no state but a KV cache
-_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+_ATTENTION_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+)
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 _PLAIN_TYPES = frozenset({"mlp", "moe", "dummy"})  # layers without a state
 
 
 class ConvInput(NamedTuple):
-    """What a convolution reads in a pass: its records, and the inputs `x` [1, channels, n] of the pass."""
+    """What a convolution reads in a pass: its records, and the inputs `x` [1, channels, n] of the
+    pass."""
 
     steps: Steps
     records: ConvRecords
@@ -46,31 +54,50 @@ class StateInput(NamedTuple):
 
 
 class FixedState(NamedTuple):
-    """A state that cannot be rolled back. `what` names the kind of layer that keeps it; `grows`: more tokens can be added to it,
-    otherwise all must be run again."""
+    """A state that cannot be rolled back. `what` names the kind of layer that keeps it; `grows`:
+    more tokens can be added to it, otherwise all must be run again."""
 
     what: str
     grows: bool
 
 
 def replace_recurrences(module: Any) -> FixedState | None:
-    """Makes a model's recurrent layers use the records of a `KVCache`. Returns None, or what keeps another kind of state."""
+    """Makes a model's recurrent layers use the records of a `KVCache`. Returns None, or what keeps
+    another kind of state."""
     config = module.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
-    found = [(part, function) for part in module.modules() for function in _functions(part) if _STATE_METHODS & _names(function)]
+    found = [
+        (part, function)
+        for part in module.modules()
+        for function in _functions(part)
+        if _STATE_METHODS & _names(function)
+    ]
     if not found:
-        kept = ", ".join(sorted(others)) or (config.model_type if getattr(type(module), "_is_stateful", False) else None)
+        kept = ", ".join(sorted(others)) or (
+            config.model_type if getattr(type(module), "_is_stateful", False) else None
+        )
         return None if kept is None else FixedState(kept, grows=False)
     for part, function in found:
         if config.model_type in _UNLIMITED:
             part.time_step_limit = _NO_LIMIT
-        if function.__name__ != "forward" or not _replaced(part, function) or others - RECURRENT_TYPES - _PLAIN_TYPES:
+        if (
+            function.__name__ != "forward"
+            or not _replaced(part, function)
+            or others - RECURRENT_TYPES - _PLAIN_TYPES
+        ):
             return FixedState(type(part).__name__, grows=True)
     for part, function in found:
         names = {**function.__globals__, **_replaced(part, function)}
-        own = FunctionType(function.__code__, names, "forward", function.__defaults__, function.__closure__)
+        own = FunctionType(
+            function.__code__, names, "forward", function.__defaults__, function.__closure__
+        )
         own.__kwdefaults__ = function.__kwdefaults__
-        setattr(part, "_old_forward" if hasattr(part, "_old_forward") else "forward", MethodType(own, part))  # accelerate's hooks
+        # accelerate's hooks
+        setattr(
+            part,
+            "_old_forward" if hasattr(part, "_old_forward") else "forward",
+            MethodType(own, part),
+        )
     return None
 
 
@@ -84,18 +111,26 @@ def _names(function: Any) -> set[str]:
 
 
 def _replaced(part: nn.Module, function: Any) -> Mapping[str, Any]:
-    """Returns what replaces the functions that the `forward` of a mixer calls; nothing if it computes its state in another way.
+    """Returns what replaces the functions that the `forward` of a mixer calls; nothing if it
+    computes its state in another way.
 
     Mixers of older versions of transformers do: they read the layers of the cache themselves.
     """
     names = _names(function)
     if "get_conv_state" not in names:
         return {}
-    made = {name: partial(own, function.__globals__[name]) for name, own in _OWN.items() if name in names}
+    made = {
+        name: partial(own, function.__globals__[name])
+        for name, own in _OWN.items()
+        if name in names
+    }
     limit = tuple(getattr(part, "time_step_limit", _NO_LIMIT))
-    if _STEP in made and limit != _NO_LIMIT:  # transformers applies it to passes of several tokens only
+    # transformers applies it to passes of several tokens only
+    if _STEP in made and limit != _NO_LIMIT:
         made[_STEP] = partial(made[_STEP], limit=limit)
-    is_complete = "causal_conv1d_fn" in made and (len(made) > 1 or "get_recurrent_state" not in names)
+    is_complete = "causal_conv1d_fn" in made and (
+        len(made) > 1 or "get_recurrent_state" not in names
+    )
     return made if is_complete else {}
 
 
@@ -106,7 +141,8 @@ def _convolve(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """Returns the outputs [1, channels, n] of a short convolution, and of the activation after it."""
+    """Returns the outputs [1, channels, n] of a short convolution, and of the activation after
+    it."""
     if not isinstance(inputs, ConvInput):
         return theirs(inputs, weight, bias, **options)
     steps, records, x = inputs
@@ -123,7 +159,8 @@ def _delta_rule(
     value: Tensor,
     **options: Any,
 ) -> Any:
-    """Returns the output [1, n, value heads, value size] of the gated delta rule, and in place of a state nothing."""
+    """Returns the output [1, n, value heads, value size] of the gated delta rule, and in place of a
+    state nothing."""
     inputs = options["initial_state"]
     if not isinstance(inputs, StateInput):
         return theirs(query, key, value, **options)
@@ -132,7 +169,9 @@ def _delta_rule(
         parts[:2] = map(unit_length, parts[:2])
     own_query, own_key, own_value, decay, beta = parts
     decay = decay if decay.dim() == 3 else decay[..., None]
-    found = inputs.records(inputs.steps, own_query * query.shape[-1] ** -0.5, own_key, own_value, decay, beta)
+    found = inputs.records(
+        inputs.steps, own_query * query.shape[-1] ** -0.5, own_key, own_value, decay, beta
+    )
     return found[None].to(query.dtype), found[:0]
 
 
@@ -151,7 +190,13 @@ def _scan(
         return theirs(x, dt, a, b, c, **options)
     step = softplus(dt[0] + options["dt_bias"].to(dt.dtype)).clamp(*options["dt_limit"]).float()
     values = x[0].float()
-    found = inputs.records(inputs.steps, c[0].float(), b[0].float(), values * step[..., None], (step * a.float())[..., None])
+    found = inputs.records(
+        inputs.steps,
+        c[0].float(),
+        b[0].float(),
+        values * step[..., None],
+        (step * a.float())[..., None],
+    )
     return (found + options["D"][:, None] * values)[None].contiguous(), found[:0]
 
 
@@ -162,12 +207,20 @@ def _step(
     limit: Sequence[float] = _NO_LIMIT,
     **options: Any,
 ) -> Any:
-    """Returns the output [1, heads, head size] of Mamba2 for one token, with what `_scan` takes repeated for all channels."""
+    """Returns the output [1, heads, head size] of Mamba2 for one token, with what `_scan` takes
+    repeated for all channels."""
     if not isinstance(inputs, StateInput):
         return theirs(inputs, *of_channels, **options)
     x, dt, a, b, c, d = of_channels
-    of_heads = {"D": d[:, 0], "dt_bias": options["dt_bias"][:, 0], "dt_limit": limit, "initial_states": inputs}
-    found = _scan(theirs, x[:, None], dt[:, None, :, 0], a[:, 0, 0], b[:, None], c[:, None], **of_heads)[0][:, 0]
+    of_heads = {
+        "D": d[:, 0],
+        "dt_bias": options["dt_bias"][:, 0],
+        "dt_limit": limit,
+        "initial_states": inputs,
+    }
+    found = _scan(
+        theirs, x[:, None], dt[:, None, :, 0], a[:, 0, 0], b[:, None], c[:, None], **of_heads
+    )[0][:, 0]
     gate = options.get("z")
     return found if gate is None else found * silu(gate)
 

@@ -1,4 +1,5 @@
-"""Models that transformers' own code runs: whole passes, and passes over some of the decoder layers."""
+"""Models that transformers' own code runs: whole passes, and passes over some of the decoder
+layers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from transformers import AutoModelForCausalLM
 from specgen.base.errors import SpecgenError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.devices import inference, move
-from specgen.engine.forward_pass import NO_NODES, BatchPass, ForwardFunction, ForwardPass, HiddenSource, LayerPart, ModelOutput
+from specgen.engine.forward_pass import (
+    NO_NODES,
+    BatchPass,
+    ForwardFunction,
+    ForwardPass,
+    HiddenSource,
+    LayerPart,
+    ModelOutput,
+)
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention import Sight, sight_of_pass
@@ -28,22 +37,27 @@ from specgen.engine.transformers.kv_cache import GrowingCache, KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.recurrent_layers import RECURRENT_TYPES, replace_recurrences
 
-_FLOAT32_ERROR, _NARROW_ERROR = 1e-3, 0.1  # as fractions of the largest logit; a larger difference is a wrong computation
+# as fractions of the largest logit; a larger difference is a wrong computation
+_FLOAT32_ERROR = 1e-3
+_NARROW_ERROR = 0.1
 Mask = torch.Tensor | dict[str, torch.Tensor | None] | None
 _UNROLLED = (
-    "{} keeps a state ({}) that cannot be rolled back, which speculation needs: after a rejected draft all is run again. "
+    "{} keeps a state ({}) that cannot be rolled back, which speculation needs: after a "
+    "rejected draft all is run again. "
     "Plain decoding needs no rollback: -m ar"
 )
-# What models call their cache in inputs and outputs: transformers 5.24 renamed all but RWKV's, and 5.40 removes the old names.
+# What models call their cache in inputs and outputs: transformers 5.24 renamed all but RWKV's, and
+# 5.40 removes the old names.
 _CACHES = "cache", "cache_params", "past_key_values", "state"
 _ROWS = 512  # of an identity matrix: few enough for the memory of a large LM head's logits
 
 
 class TransformersModel:
-    """A causal language model of transformers. Implements `engine.model.Model`; `module` is transformers' own object.
+    """A causal language model of transformers. Implements `engine.model.Model`; `module` is
+    transformers' own object.
 
-    Its modules may be on several devices, between which accelerate's hooks move tensors. All outputs are moved to `device`, which
-    is then the embedding's.
+    Its modules may be on several devices, between which accelerate's hooks move tensors. All
+    outputs are moved to `device`, which is then the embedding's.
     """
 
     exact = False
@@ -55,20 +69,31 @@ class TransformersModel:
         self.dtype: torch.dtype = module.dtype
         self._masks = AttentionMasks(module)
         self._fixed = replace_recurrences(module)
-        self.warning = None if self._fixed is None else _UNROLLED.format(module.config.model_type, self._fixed.what)
+        self.warning = (
+            None
+            if self._fixed is None
+            else _UNROLLED.format(module.config.model_type, self._fixed.what)
+        )
         accepted = inspect.signature(module.forward).parameters
         self._cache_name = cache_argument(module)
         self._options = [name for name in ("position_ids", "logits_to_keep") if name in accepted]
 
     def new_cache(self, layers: range | None = None) -> KVCache:
-        """Returns an empty KV cache. `layers` is not needed: a layer's buffers are allocated when it is first run."""
-        return KVCache(self.shape.num_layers, self.device) if self._fixed is None else GrowingCache(self.device)
+        """Returns an empty KV cache. `layers` is not needed: a layer's buffers are allocated when
+        it is first run."""
+        return (
+            KVCache(self.shape.num_layers, self.device)
+            if self._fixed is None
+            else GrowingCache(self.device)
+        )
 
     def batch_cache(self, sequences: int) -> KVCache:
-        """Returns an empty KV cache. `sequences` is not needed: the first pass decides for how many sequences the buffers are."""
+        """Returns an empty KV cache. `sequences` is not needed: the first pass decides for how many
+        sequences the buffers are."""
         if getattr(type(self.module), "_is_stateful", False):
             raise SpecgenError(
-                "a model with recurrent layers runs one text at a time", "Train with another target, or on given texts"
+                "a model with recurrent layers runs one text at a time",
+                "Train with another target, or on given texts",
             )
         return KVCache(self.shape.num_layers, self.device)
 
@@ -80,18 +105,26 @@ class TransformersModel:
         taps: Sequence[int] = (),
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs the model by transformers' own `forward`, or if `layers` are named, layer by layer.
+        """Returns a function that runs the model by transformers' own `forward`, or if `layers` are
+        named, layer by layer.
 
-        Arguments and output are those of `engine.model.Model.forward`; without `layers` and `taps`, the output has no
-        `hidden_states`.
+        Arguments and output are those of `engine.model.Model.forward`; without `layers` and `taps`,
+        the output has no `hidden_states`.
         """
         if layers is not None:
             return self._layers_forward(layers, inputs, with_head=with_head)
         if taps and self._fixed is not None:
-            problem = f"heads read hidden states, and {self.module.config.model_type} keeps a state ({self._fixed.what})"
-            raise SpecgenError(f"{problem} that cannot be rolled back", "Take a method without a head: -m lookup")
+            problem = (
+                f"heads read hidden states, and {self.module.config.model_type} "
+                f"keeps a state ({self._fixed.what})"
+            )
+            raise SpecgenError(
+                f"{problem} that cannot be rolled back", "Take a method without a head: -m lookup"
+            )
         if taps:
-            self.check_layers("a head on hidden states", last_states_only=set(taps) == {self.shape.num_layers})
+            self.check_layers(
+                "a head on hidden states", last_states_only=set(taps) == {self.shape.num_layers}
+            )
         if self._fixed is not None:
             return self._grow
 
@@ -101,7 +134,9 @@ class TransformersModel:
             mask = self._masks.of_pass(forward_pass, sight, self.dtype)
             cache = forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
-            output = self._run(ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps))
+            output = self._run(
+                ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps)
+            )
             logits = output.logits[0, -logits_to_keep:]
             if not taps:
                 return ModelOutput(logits)
@@ -113,19 +148,33 @@ class TransformersModel:
     # whole passes, by the model's own `forward`
 
     def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, cache: Any, keep: int = 0, *, with_states: bool = False
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Mask,
+        cache: Any,
+        keep: int = 0,
+        *,
+        with_states: bool = False,
     ) -> Any:
-        """Returns transformers' output of a pass over token ids [batch, n], with hidden states if `with_states`.
+        """Returns transformers' output of a pass over token ids [batch, n], with hidden states if
+        `with_states`.
 
-        `keep` is the number of tokens, the last ones, whose logits are wanted; 0: all. Some models compute them all nevertheless.
+        `keep` is the number of tokens, the last ones, whose logits are wanted; 0: all. Some models
+        compute them all nevertheless.
         """
         given = {"position_ids": positions, "logits_to_keep": keep}
-        options = {name: given[name] for name in self._options} | ({"output_hidden_states": True} if with_states else {})
+        options = {name: given[name] for name in self._options} | (
+            {"output_hidden_states": True} if with_states else {}
+        )
         options[self._cache_name] = cache
-        return self.module(input_ids=ids, attention_mask=mask, use_cache=cache is not None, **options)
+        return self.module(
+            input_ids=ids, attention_mask=mask, use_cache=cache is not None, **options
+        )
 
     def _grow(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-        """Runs a pass with a `GrowingCache`. From the beginning all tokens are run at once, and later ones one by one.
+        """Runs a pass with a `GrowingCache`. From the beginning all tokens are run at once, and
+        later ones one by one.
 
         Chunks of a long prompt are run with the last of them. Raises SpecgenError for a tree.
         """
@@ -134,15 +183,19 @@ class TransformersModel:
         if not forward_pass.is_chain:
             kept = f"{self.module.config.model_type} keeps a state ({self._fixed.what})"
             raise SpecgenError(
-                f"{kept} that cannot be rolled back, so it runs no draft trees", "Take a method without them: -m ar"
+                f"{kept} that cannot be rolled back, so it runs no draft trees",
+                "Take a method without them: -m ar",
             )
         if not 0 <= cache.end <= first:  # it holds another text's state
-            cache.kept, cache.end = {}, 0
+            cache.kept = {}
+            cache.end = 0
         if last < len(context):
             return ModelOutput(torch.empty(0, device=self.device))
-        begin, cache.end = cache.end, -1
+        begin = cache.end
+        cache.end = -1
         tokens = (context.ids + draft.tokens)[begin:last]
-        pieces, logits = ([token] for token in tokens) if begin else [tokens], []
+        pieces = ([token] for token in tokens) if begin else [tokens]
+        logits = []
         for piece in pieces:
             positions = torch.arange(begin, begin + len(piece), device=self.device)[None]
             given = {"position_ids": positions} if "position_ids" in self._options else {}
@@ -160,7 +213,9 @@ class TransformersModel:
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self.module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        logits: torch.Tensor = self.module(
+            input_ids=torch.tensor([ids], device=self.device), use_cache=False
+        ).logits[0]
         return logits
 
     def batch(
@@ -172,10 +227,14 @@ class TransformersModel:
         with_head: bool = True,
         logits_to_keep: int | None = None,
     ) -> ModelOutput:
-        """Runs several sequences through all layers that the model still has (see `free_weights`); see `engine.model.Model`."""
+        """Runs several sequences through all layers that the model still has (see `free_weights`);
+        see `engine.model.Model`."""
         mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
-        with_states, keep = bool(taps) or layers is not None, logits_to_keep or 0
-        output = self._run(batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states)
+        with_states = bool(taps) or layers is not None
+        keep = logits_to_keep or 0
+        output = self._run(
+            batch.ids, batch.positions, mask, batch.cache, keep, with_states=with_states
+        )
         features = self._features(output, taps) if taps else None
         hidden = None if layers is None else move(output.hidden_states[layers], self.device)
         return ModelOutput(output.logits[:, -keep:], hidden, features=features)
@@ -184,10 +243,12 @@ class TransformersModel:
 
     @inference
     def check_layers(self, feature: str, *, last_states_only: bool = False) -> None:
-        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits. `feature` needs this, in the
-        message. With `last_states_only`, it needs only the hidden states that the LM head reads.
+        """Raises SpecgenError if the layers, run one by one, do not give the model's own logits.
+        `feature` needs this, in the message. With `last_states_only`, it needs only the hidden
+        states that the LM head reads.
 
-        Modules with the same names as in Llama may still be used differently, so the logits of four tokens are compared.
+        Modules with the same names as in Llama may still be used differently, so the logits of four
+        tokens are compared.
         """
         if missing := missing_part(self.module):
             why: str | None = f"its decoder has no {missing}"
@@ -195,7 +256,11 @@ class TransformersModel:
             ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
             run = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
             tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
-            given = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": False, "output_hidden_states": True}
+            given = {
+                "input_ids": torch.tensor([ids], device=self.device),
+                "use_cache": False,
+                "output_hidden_states": True,
+            }
 
             def logits() -> torch.Tensor:
                 if last_states_only:
@@ -203,19 +268,35 @@ class TransformersModel:
                 return run(tokens, len(ids)).logits
 
             error = logits_error(logits, lambda: self.reference_logits(ids))
-            why = error and f"its {'last hidden states' if last_states_only else 'layers, run one by one,'} {error}"
+            why = error and (
+                "its "
+                f"{'last hidden states' if last_states_only else 'layers, run one by one,'} {error}"
+            )
         if why:
             raise SpecgenError(
-                f"{feature} needs a model built as Llama is, and {self.module.config.model_type} is not: {why}",
-                "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or a draft model: -m svip",
+                (
+                    f"{feature} needs a model built as Llama is, and "
+                    f"{self.module.config.model_type} is not: {why}"
+                ),
+                (
+                    "Take a Llama-like target (Llama, Mistral, Qwen, Phi-3, Gemma, OLMo), or "
+                    "a draft model: -m svip"
+                ),
             )
 
     def _layers_forward(
-        self, layers: Sequence[LayerPart], inputs: HiddenSource | None = None, *, with_head: bool = True
+        self,
+        layers: Sequence[LayerPart],
+        inputs: HiddenSource | None = None,
+        *,
+        with_head: bool = True,
     ) -> ForwardFunction:
         """Returns a function that runs some layers, or parts of them, one by one."""
         decoder = decoder_of(self.module)
-        types = getattr(self.module.config.get_text_config(), "layer_types", None) or [None] * self.shape.num_layers
+        types = (
+            getattr(self.module.config.get_text_config(), "layer_types", None)
+            or [None] * self.shape.num_layers
+        )
         parts = [(_part(decoder.layers[part.layer], part), types[part.layer]) for part in layers]
         cache_name = cache_argument(decoder.layers[0])
 
@@ -224,7 +305,8 @@ class TransformersModel:
                 hidden = self.embeddings(torch.tensor([forward_pass.ids], device=self.device))
             else:
                 hidden = inputs(forward_pass)[None]
-            sight, cache = sight_of_pass(forward_pass, self.device), forward_pass.cache
+            sight = sight_of_pass(forward_pass, self.device)
+            cache = forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
             masks = self._masks.of_pass(forward_pass, sight, self.dtype)
             rotary = decoder.rotary_emb(hidden, sight.positions[None])
@@ -241,12 +323,14 @@ class TransformersModel:
         return run
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the first layer."""
+        """Returns the embeddings [..., width] of token ids [...] on the device, as they enter the
+        first layer."""
         embeddings: torch.Tensor = self.module.get_input_embeddings()(ids)
         return embeddings
 
     def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
-        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n, width] after the final norm.
+        """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n,
+        width] after the final norm.
 
         They are scaled (Cohere, Granite) and capped (Gemma 2) if the config says so.
         """
@@ -255,105 +339,149 @@ class TransformersModel:
             return logits
         config = self.module.config.get_text_config()
         cap = getattr(config, "final_logit_softcapping", None)
-        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        scale = getattr(config, "logit_scale", None) or 1 / (
+            getattr(config, "logits_scaling", None) or 1
+        )
         logits = logits if scale == 1 else logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # weights
 
     def last_layers(self, folder: Path, count: int) -> dict[str, torch.Tensor]:
-        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM head, named as in an exit layer's
-        file.
+        """Returns float32 copies of the weights of the last `count` layers, the norm and the LM
+        head, named as in an exit layer's file.
 
         Raises SpecgenError if the model is on several devices.
         """
         if len(set((getattr(self.module, "hf_device_map", None) or {}).values())) > 1:
-            raise SpecgenError("transformers cannot train parts of a target on several devices", "Take --device cuda or cpu")
-        decoder, head = decoder_of(self.module), self.module.lm_head
+            raise SpecgenError(
+                "transformers cannot train parts of a target on several devices",
+                "Take --device cuda or cpu",
+            )
+        decoder = decoder_of(self.module)
+        head = self.module.lm_head
         layers = list(decoder.layers[len(decoder.layers) - count :])
-        named = [*((f"layers.{index}", layer) for index, layer in enumerate(layers)), ("norm", decoder.norm), ("head", head)]
-        stored = {f"{part}.{name}": weight for part, module in named for name, weight in self._weights_of(module)}
-        return {name: weight.detach().to(self.device, torch.float32, copy=True) for name, weight in stored.items()}
+        named = [
+            *((f"layers.{index}", layer) for index, layer in enumerate(layers)),
+            ("norm", decoder.norm),
+            ("head", head),
+        ]
+        stored = {
+            f"{part}.{name}": weight
+            for part, module in named
+            for name, weight in self._weights_of(module)
+        }
+        return {
+            name: weight.detach().to(self.device, torch.float32, copy=True)
+            for name, weight in stored.items()
+        }
 
     @torch.no_grad()
     def _weights_of(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the weights of a module by name, as ordinary numbers also where those of its linear modules are quantised.
+        """Yields the weights of a module by name, as ordinary numbers also where those of its
+        linear modules are quantised.
 
-        Quantised ones are computed by running the linear modules on an identity matrix, so this works for each format.
+        Quantised ones are computed by running the linear modules on an identity matrix, so this
+        works for each format.
         """
-        if not getattr(self.module, "is_quantized", False):  # also False for weights that were dequantised on loading
+        # also False for weights that were dequantised on loading
+        if not getattr(self.module, "is_quantized", False):
             yield from module.named_parameters()
             return
         for name, part in module.named_modules():
             prefix = f"{name}." if name else ""
             if not hasattr(part, "in_features"):
-                yield from ((prefix + key, weight) for key, weight in part.named_parameters(recurse=False))
+                yield from (
+                    (prefix + key, weight) for key, weight in part.named_parameters(recurse=False)
+                )
                 continue
             device = next(iter((*part.parameters(), *part.buffers()))).device
             identity = torch.eye(part.in_features, device=device, dtype=self.dtype)
             bias = part(torch.zeros_like(identity[:1]))
-            yield f"{prefix}weight", torch.cat([part(rows) - bias for rows in torch.split(identity, _ROWS)]).T
+            yield (
+                f"{prefix}weight",
+                torch.cat([part(rows) - bias for rows in torch.split(identity, _ROWS)]).T,
+            )
             if getattr(part, "bias", None) is not None:
                 yield f"{prefix}bias", bias[0]
 
     def free_weights(self, kept_layers: int = 0) -> None:
-        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding and the first `kept_layers`
-        layers."""
+        """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding
+        and the first `kept_layers` layers."""
         if not kept_layers:
-            for module in self.module.modules():  # quantised ones cannot be moved to the meta device
+            # quantised ones cannot be moved to the meta device
+            for module in self.module.modules():
                 module._parameters.clear()
                 module._buffers.clear()
             return
         decoder = decoder_of(self.module)
         decoder.layers = decoder.layers[:kept_layers]
-        decoder.norm, self.module.lm_head = nn.Identity(), nn.Identity()
+        decoder.norm = nn.Identity()
+        self.module.lm_head = nn.Identity()
 
 
 class AttentionMasks:
     """Makes the attention masks of one model, in the form that the model's `forward` takes.
 
-    Most models in transformers take one mask tensor. Models whose layers have different attention types (full, sliding window,
-    chunked) take a dictionary with one mask per type. Models with ALiBi make their mask themselves: they get None, and cannot run
-    trees. Masks are additive, because transformers' eager attention adds any mask to the scores, where a boolean one would
+    Most models in transformers take one mask tensor. Models whose layers have different attention
+    types (full, sliding window, chunked) take a dictionary with one mask per type. Models with
+    ALiBi make their mask themselves: they get None, and cannot run trees. Masks are additive,
+    because transformers' eager attention adds any mask to the scores, where a boolean one would
     silently be wrong.
     """
 
     def __init__(self, module: Any) -> None:
         config = module.config.get_text_config()
-        self._has_alibi = bool(getattr(config, "alibi", False)) or config.model_type in ("bloom", "mpt")
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        self._has_alibi = bool(getattr(config, "alibi", False)) or config.model_type in (
+            "bloom",
+            "mpt",
+        )
+        window = (
+            getattr(config, "sliding_window", None)
+            if getattr(config, "use_sliding_window", True)
+            else None
+        )
         types = set(getattr(config, "layer_types", None) or ()) if _takes_mapping(module) else set()
-        self._recurrent = dict.fromkeys(types & RECURRENT_TYPES and RECURRENT_TYPES)  # they need no masks
+        # they need no masks
+        self._recurrent = dict.fromkeys(types & RECURRENT_TYPES and RECURRENT_TYPES)
         types = types - RECURRENT_TYPES | ({"full_attention"} if self._recurrent else set())
         self._windows = {name: window if name == "sliding_attention" else None for name in types}
         self._window = window
         self._chunk = int(getattr(config, "attention_chunk_size", None) or 1)
 
     def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises SpecgenError for a tree with
-        ALiBi."""
+        """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises
+        SpecgenError for a tree with ALiBi."""
         if not self._has_alibi:
             return self(sight, dtype)
         if not forward_pass.is_chain:
-            raise SpecgenError("this model's attention uses ALiBi, which cannot run trees", "Take a method without draft trees")
+            raise SpecgenError(
+                "this model's attention uses ALiBi, which cannot run trees",
+                "Take a method without draft trees",
+            )
         return None
 
     def __call__(self, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or one mask for each attention
-        type."""
-        made = {each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}}
+        """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or
+        one mask for each attention type."""
+        made = {
+            each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}
+        }
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
         found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
         if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
             first = sight.positions // self._chunk * self._chunk
             before = sight.key_positions[..., None, :] < first[..., :, None]
             earlier_chunk = before.view(-1, 1, *before.shape[-2:])
-            found["chunked_attention"] = masks[None].masked_fill(earlier_chunk, torch.finfo(dtype).min)
+            found["chunked_attention"] = masks[None].masked_fill(
+                earlier_chunk, torch.finfo(dtype).min
+            )
         return found or masks[self._window]
 
 
 def _takes_mapping(model: Any) -> bool:
-    """Whether the model takes a dictionary with one mask per attention type. Found in its source code: no attribute says so."""
+    """Whether the model takes a dictionary with one mask per attention type. Found in its source
+    code: no attribute says so."""
     module = sys.modules[type(model).__module__]
     try:
         return "causal_mask_mapping" in inspect.getsource(module)
@@ -362,7 +490,8 @@ def _takes_mapping(model: Any) -> bool:
 
 
 def _shape(config: Any) -> ModelShape:
-    """Returns the sizes of a model from its transformers config; an `Architecture` if the native decoder knows the family."""
+    """Returns the sizes of a model from its transformers config; an `Architecture` if the native
+    decoder knows the family."""
     fields = json.loads(config.get_text_config().to_json_string(use_diff=False))
     try:
         return read_architecture({**fields, "quantization_config": None})
@@ -385,17 +514,23 @@ def cache_argument(module: nn.Module) -> str:
 
 
 def missing_part(module: Any) -> str | None:
-    """Returns the name of a module that running layers one by one needs, as in `LlamaForCausalLM`, and that this model lacks.
+    """Returns the name of a module that running layers one by one needs, as in `LlamaForCausalLM`,
+    and that this model lacks.
 
     None if the model has all of them.
     """
     decoder = decoder_of(module)
-    missing = [part for part in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(decoder, part)]
+    missing = [
+        part
+        for part in ("embed_tokens", "layers", "norm", "rotary_emb")
+        if not hasattr(decoder, part)
+    ]
     return next(iter(missing), None if hasattr(module, "lm_head") else "lm_head")
 
 
 def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
-    """Returns the model on torch's meta device, so that its structure can be inspected before the weights are loaded.
+    """Returns the model on torch's meta device, so that its structure can be inspected before the
+    weights are loaded.
 
     `config` is transformers' config. Returns None if building the model fails.
     """
@@ -407,27 +542,42 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
 
 
 def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
-    """Returns `layer` without its attention or without its MLP, which is replaced by zeros; shares all weights with `layer`."""
+    """Returns `layer` without its attention or without its MLP, which is replaced by zeros; shares
+    all weights with `layer`."""
     if part.attention and part.mlp:
         return layer
     if hasattr(layer, "_hf_hook"):  # a copy of a layer would still call the original
-        raise SpecgenError("transformers skips no parts of layers on several devices", "Skip whole layers, or take --device cuda")
-    reduced, name = copy.copy(layer), "mlp" if part.attention else "self_attn"
+        raise SpecgenError(
+            "transformers skips no parts of layers on several devices",
+            "Skip whole layers, or take --device cuda",
+        )
+    reduced = copy.copy(layer)
+    name = "mlp" if part.attention else "self_attn"
     if name not in layer._modules:
-        raise SpecgenError(f"the target's layers have no {name} to skip", "Skip whole layers, or take another method")
+        raise SpecgenError(
+            f"the target's layers have no {name} to skip",
+            "Skip whole layers, or take another method",
+        )
     reduced._modules = {key: module for key, module in layer._modules.items() if key != name}
     setattr(
-        reduced, name, torch.zeros_like if name == "mlp" else lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+        reduced,
+        name,
+        torch.zeros_like
+        if name == "mlp"
+        else lambda hidden_states, **_: (torch.zeros_like(hidden_states), None),
     )
     return reduced
 
 
-def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor]) -> str | None:
+def logits_error(
+    compute: Callable[[], torch.Tensor], reference: Callable[[], torch.Tensor]
+) -> str | None:
     """Compares logits with those of the model's own forward pass. Returns None if they agree.
 
-    `compute()` returns the logits [n, vocabulary] to check, `reference()` those of the model's own pass, [n or more, vocabulary],
-    of which the last n are compared. If they differ by more than rounding explains, or if computing them fails, returns the end
-    of a message, such as "do not give its own logits". NaN in the model's own logits is ignored here, because decoding reports
+    `compute()` returns the logits [n, vocabulary] to check, `reference()` those of the model's own
+    pass, [n or more, vocabulary], of which the last n are compared. If they differ by more than
+    rounding explains, or if computing them fails, returns the end of a message, such as "do not
+    give its own logits". NaN in the model's own logits is ignored here, because decoding reports
     damaged weights.
     """
     try:
@@ -439,7 +589,8 @@ def logits_error(compute: Callable[[], torch.Tensor], reference: Callable[[], to
         if is_out_of_memory(error):
             raise
         return f"fail ({shorten(str(error), 100, placeholder=' …')})"
-    largest = float(own.nan_to_num(0.0, 0.0, 0.0).abs().max())  # -inf: a token that the model never predicts
+    # -inf: a token that the model never predicts
+    largest = float(own.nan_to_num(0.0, 0.0, 0.0).abs().max())
     allowed = largest * (_FLOAT32_ERROR if is_float32 else _NARROW_ERROR)
     agree = bool(own.isnan().any()) or torch.allclose(logits, own, rtol=0.0, atol=allowed)
     return None if agree else "do not give its own logits"
