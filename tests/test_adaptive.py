@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pair_helpers import case_of, knowledge, pair_of_models
 from scripted_models import TableRunner, scripted_run
@@ -423,6 +423,7 @@ def disturbed(rng: Random, seconds: float, share: float) -> float:
     st.floats(0, 0.5),
     st.sampled_from([(GUESSES[0], 0.1, 0.0), (GUESSES[0], 0.3, 0.0), (GUESSES[1], 0.01, 0.4)]),
 )
+@example(316, 7, 0.5, (GUESSES[1], 0.01, 0.4))  # drafts were charged for stalls
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_drafting_is_back_soon_after_any_stalls(
     seed: int, before: int, share: float, machine: tuple[DraftingCosts, float, float]

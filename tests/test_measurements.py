@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from tuning_helpers import GREEDY
 
 import specgen
 from specgen import demo
+from specgen.base import machine
 from specgen.base.measuring import PassCheck, Sample
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import ParallelCosts
@@ -150,6 +152,30 @@ def test_a_value_in_doubt_is_measured_again_and_no_scattered_sample_replaces_it(
         "the doubt stays until a steady sample"
     )
     assert got(fresh(near).measurements) == 14
+
+
+def test_on_a_busy_machine_a_value_in_doubt_serves_without_another_measurement(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would scatter, and each start would take the time again. On a quiet one it is measured."""
+    got(near.measurements, source=Source(12.0))
+    near.measurements.doubt("numbers", (1,))
+    with monkeypatch.context() as busy:
+        busy.setattr(measurements, "is_busy", lambda: True)
+        assert got(fresh(near).measurements) == 12
+    assert got(fresh(near).measurements, source=Source(14.0)) == 14
+
+
+@pytest.mark.parametrize("load", [1.4, 9.9, None])
+def test_a_machine_is_busy_with_more_programs_than_cores(
+    monkeypatch: pytest.MonkeyPatch, load: float | None
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    if load is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    assert machine.is_busy() == (load == 9.9)
 
 
 @pytest.mark.parametrize(

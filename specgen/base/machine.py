@@ -90,8 +90,23 @@ def thread_settings() -> dict[str, Any]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_THREAD_VARIABLES)
     }
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"usable_cores": usable, **variables}
+    return {"usable_cores": usable_cores(), **variables}
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def is_busy() -> bool:
+    """Whether more programs want to run than there are cores, by the system's load average of the
+    last minute. False where the system does not report it."""
+    try:
+        return os.getloadavg()[0] > usable_cores()
+    except (AttributeError, OSError):
+        return False
 
 
 def machine_in_words() -> str:

@@ -297,6 +297,8 @@ class Adaptive(LengthPolicy):
         if self._timed is not None:
             self._timed.add(levels, drafting, tokens, verification)
             self._costs = self._timed.costs.with_values(*self._given)
+            if self._timed.is_lowered:  # the gains of drafts were computed with the higher costs
+                self.learned.forget_gains()
 
     def share(self, known: dict[Hashable, Any]) -> None:
         if self._key is not None:

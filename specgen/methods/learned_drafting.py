@@ -190,6 +190,7 @@ class LearnedCosts:
 
     def __init__(self, guess: DraftingCosts) -> None:
         self.guess = self.costs = guess
+        self.is_lowered = False  # the costs were lowered for a trial after the last round
         self.rounds = 0
         # drafted tokens, seconds of the target's pass
         self._passes: deque[tuple[int, float]] = deque(maxlen=_LAST_PASSES)
@@ -222,8 +223,10 @@ class LearnedCosts:
             if has_drafted and self.costs == self.costs.at_most(_TRIAL):
                 self._refused = 0
 
+        learned = self.costs
         if self.is_trial:
-            self.costs = self.costs.at_most(_TRIAL)
+            self.costs = learned.at_most(_TRIAL)
+        self.is_lowered = self.costs != learned
 
     @property
     def spread(self) -> float:
@@ -480,6 +483,11 @@ class Learned:
         self.gain = _FADING * self.gain + accepted * self.worth - cost
         self.drafts = _FADING * self.drafts + 1
         self.trust = _DRAFTS if accepted else max(_FEWEST_DRAFTS, _SHRINKING * self.trust)
+
+    def forget_gains(self) -> None:
+        """Goes back to the gain that is assumed at first: the learned one came from wrong costs."""
+        self.gain = 0.0
+        self.drafts = 0.0
 
     def add_idle(self) -> None:
         """Adds a round in which the model did not draft."""

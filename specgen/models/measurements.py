@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from specgen.base.files import cache_folder, write_whole
-from specgen.base.machine import machine, thread_settings, versions
+from specgen.base.machine import is_busy, machine, thread_settings, versions
 from specgen.base.measuring import PassCheck, Sample
 from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
@@ -75,8 +75,9 @@ class Measurements:
         `measure` returns a sample of a JSON value, which the file holds, and `read` converts the
         value to what this function returns. A sample whose times scatter is used by this process,
         and not stored. A stored value that `read` refuses (TypeError, ValueError, KeyError) is
-        measured again, and so is one in doubt (see `doubt`); a sample whose times scatter does not
-        replace it. Without `with_draft` the value does not depend on the draft model.
+        measured again, and so is one in doubt (see `doubt`), unless the machine is busy now: a
+        sample whose times scatter does not replace it. Without `with_draft` the value does not
+        depend on the draft model.
         """
         name = (kind, key)
         value: T | None = self._known.get(name)
@@ -84,7 +85,8 @@ class Measurements:
             value = self.stored(kind, key, read, with_draft=with_draft)
             if value is not None and self._entry(kind, key, with_draft=with_draft).get(_IN_DOUBT):
                 self._doubted.add(name)
-        if value is None or name in self._doubted:
+        is_doubted = name in self._doubted and not is_busy()
+        if value is None or is_doubted:
             sample = measure()
             self._doubted.discard(name)
             if sample.is_steady:

@@ -163,9 +163,11 @@ def export(
         key=lambda name: 0.0 if stands_in else tuned[name].measured or tuned[name].predicted,
     )
     if chosen == PLAIN:
+        speedup = tuned[best].speedup
+        speed = "" if speedup is None else f", {speedup:.2f} times plain decoding here"
         note = (
             f"plain decoding is the fastest here, so {engine} decodes plainly; the "
-            f"best of what it has is {best}"
+            f"best of what it has is {best}{speed}"
         )
         return plain, [*replaced, note]
     row = methods.find(best)
