@@ -229,8 +229,11 @@ class Architecture(ModelShape):
     attention's output is multiplied by the sigmoid of a gate. `recurrent` describes the mixers that
     are no attention. `shared_projection`: layers without a window compute their values by the
     projection of their keys. `layer_scalars`: each layer's output is multiplied by a learned
-    number. `per_layer_size` is the number of numbers that a second embedding of each token has for
-    each layer (Gemma 4's per-layer embeddings); 0: there is none.
+    number. `per_layer_size` is the size of a second embedding that each token has for each layer
+    (Gemma 4's per-layer embeddings); 0: there is none.
+
+    `fused_projections`: the files have one matrix with the rows of queries, keys and values, and
+    one with those of gate and up projection (Phi 3).
     """
 
     intermediate_size: int
@@ -260,6 +263,7 @@ class Architecture(ModelShape):
     shared_projection: bool = False
     layer_scalars: bool = False
     per_layer_size: int = 0
+    fused_projections: bool = False
 
     @property
     def is_uniform(self) -> bool:
@@ -363,7 +367,7 @@ class Fields:
         kinds = zip(layers, sliding, strict=True)
         return {
             "layers": tuple(
-                LayerKind(window if slides else None, kind.rotary) for kind, slides in kinds
+                replace(kind, window=window if slides else None) for kind, slides in kinds
             )
         }
 

@@ -59,11 +59,9 @@ def _qwen3(fields: Fields, plain: Changes) -> Changes:
 
 def _phi3(fields: Fields, plain: Changes) -> Changes:
     fields.ignore("full_attn_mod", "interpolate_factor")  # written by Phi-4-mini
-    return fields.windows(
-        plain["layers"],
-        [True] * plain["num_layers"],
-        fields.optional(fields.integer, "sliding_window"),
-    )
+    window = fields.optional(fields.integer, "sliding_window")
+    windows = fields.windows(plain["layers"], [True] * plain["num_layers"], window)
+    return {**windows, "fused_projections": True}
 
 
 def _gemma(fields: Fields, plain: Changes) -> Changes:
@@ -90,7 +88,7 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
     )
     changes = _late_gemma(fields, plain, types, final_cap=None)
     layers = tuple(
-        LayerKind(layer.window, SLIDING if layer.window else FULL) for layer in changes["layers"]
+        replace(layer, rotary=SLIDING if layer.window else FULL) for layer in changes["layers"]
     )
     return {**changes, "layers": layers, "qk_norm": "head"}
 
@@ -237,7 +235,7 @@ def _smollm3(fields: Fields, plain: Changes) -> Changes:
         strict=True,
     )
     kinds = tuple(
-        LayerKind(layer.window, ALL_LAYERS if rotary else None) for layer, rotary in layers
+        replace(layer, rotary=ALL_LAYERS if rotary else None) for layer, rotary in layers
     )
     return {**_llama(fields, plain), "layers": kinds}
 

@@ -122,7 +122,7 @@ def layer_tensors(architecture: Architecture, index: int) -> LayerTensors:
     mlp = f"{layer}mlp."
     pre = architecture.pre_norms
     post = architecture.post_norms
-    is_fused = architecture.model_type == "phi3"
+    is_fused = architecture.fused_projections
     mlp_norm = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     qkv = tuple(
         f"{attention}{name}_proj.weight" for name in (("qkv",) if is_fused else ("q", "k", "v"))
