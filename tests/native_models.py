@@ -13,7 +13,7 @@ from families import IS_OLD_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specgen.engine.native import products
+from specgen.engine.native import linear
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel, load_native
 
@@ -412,9 +412,9 @@ def load(
     processor, whatever the rules would choose."""
     with pytest.MonkeyPatch.context() as patch:
         if pack:
-            patch.setattr(products, "_SMALL", 0)
+            patch.setattr(linear, "_SMALL", 0)
         else:
-            patch.setattr(products, "packing_works", lambda _: False)
+            patch.setattr(linear, "packing_works", lambda _: False)
         architecture = read_architecture(read_config(folder, "the model"))
         return load_native(
             folder, "the model", architecture, dtype, torch.device("cpu"), exact=exact

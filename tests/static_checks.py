@@ -15,8 +15,8 @@ from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import layer_shapes, layer_weights
+from specgen.engine.native.linear import LinearFactory
 from specgen.engine.native.native_model import NativeModel, NativeParts
-from specgen.engine.native.products import ProductFactory
 
 LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -50,7 +50,7 @@ def random_model(
         ).to(device, dtype)
 
     with torch.no_grad():
-        factory = ProductFactory(on, dtype)
+        factory = LinearFactory(on, dtype)
         _, kinds = layer_kinds(architecture, [on] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):

@@ -46,8 +46,8 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import _defaults, read_architecture
 from specgen.engine.native.families import FAMILIES
+from specgen.engine.native.linear import DenseLinear
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import DenseProduct
 from specgen.engine.native.rotary import RotaryTable
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
@@ -110,7 +110,7 @@ def test_logits_are_those_of_transformers(
             native.reference_logits(ids), module(torch.tensor([ids]), use_cache=False).logits[0]
         )
     packed = load(folder, pack=True)
-    assert not any(isinstance(layer.mixer.qkv, DenseProduct) for layer in packed.layers)
+    assert not any(isinstance(layer.mixer.qkv, DenseLinear) for layer in packed.layers)
     long_tree = random_tree(random.Random(family), 66)
     for runner, size in (
         (ModelRunner(native), 1024),

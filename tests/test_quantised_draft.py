@@ -14,8 +14,8 @@ from worker_helpers import posix
 import specgen
 from specgen.base.types import QUANTISED, SamplingParams
 from specgen.engine.dtype_choice import choose_draft_dtype
-from specgen.engine.native import products
-from specgen.engine.native.products import DenseProduct, refusal
+from specgen.engine.native import linear
+from specgen.engine.native.linear import DenseLinear, refusal
 from specgen.pair.pair import Pair
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_greedy_output_is_the_targets(
     pair = rounded_pair(family, kind)
     assert pair.draft is not None
     assert pair.draft.dtype_name == kind
-    assert not any(isinstance(layer.mixer.qkv, DenseProduct) for layer in pair.draft.model.layers)  # type: ignore[attr-defined]
+    assert not any(isinstance(layer.mixer.qkv, DenseLinear) for layer in pair.draft.model.layers)  # type: ignore[attr-defined]
     ids = prompt(4)
     accepted = 0
     for method, settings in (("sd", {"k": 4}), ("sd", {"k": 3, "width": 2, "depth": 3})):
@@ -109,8 +109,8 @@ def test_the_bundled_draft_loses_little_acceptance(demo_pair: Pair) -> None:
 
 
 def test_without_working_products_the_draft_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_right", lambda *_: False)
-    products._working.cache_clear()
+    monkeypatch.setattr(linear, "_is_right", lambda *_: False)
+    linear._working.cache_clear()
     try:
         with specgen.load(device="cpu", draft_dtype="int8") as pair:
             assert pair.draft is not None
@@ -120,7 +120,7 @@ def test_without_working_products_the_draft_stays_as_it_is(monkeypatch: pytest.M
                 == "demo/draft is not quantised: int8 products give wrong results"
             )
     finally:
-        products._working.cache_clear()
+        linear._working.cache_clear()
 
 
 def test_the_commands_show_the_drafts_dtype(

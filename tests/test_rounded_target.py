@@ -16,7 +16,7 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import dtype_choice
-from specgen.engine.native.products import rows_are_independent
+from specgen.engine.native.linear import rows_are_independent
 from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost

@@ -19,7 +19,7 @@ import specgen
 from specgen.cli.app import app
 from specgen.cli.tune import _rounded
 from specgen.decoding.costs import CostTable, Curve
-from specgen.engine.native.products import refusal
+from specgen.engine.native.linear import refusal
 from specgen.pair import profile as profiles
 from specgen.pair import profile_place
 from specgen.pair.loading import with_draft_dtype

@@ -19,7 +19,7 @@ from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.model_loading import PreparedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
-from specgen.engine.native.products import quantised_bytes, refusal, rows_are_independent
+from specgen.engine.native.linear import quantised_bytes, refusal, rows_are_independent
 from specgen.engine.weights import stored_tensors
 
 _SHARE_OF_MEMORY = 0.6  # of the machine's memory: the most that weights in float32 may take

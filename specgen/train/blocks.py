@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specgen.engine.forward_pass import BatchPass
 from specgen.engine.native.layer_weights import EXIT_HEAD
-from specgen.engine.native.products import trained_product
+from specgen.engine.native.linear import trained_linear
 from specgen.engine.parts.block import (
     CONFIDENCE,
     CONFIDENCE_BIAS,
@@ -97,7 +97,7 @@ class BlockObjective(LayerObjective):
     ) -> Predictions:
         """Runs blocks at random anchors; with `rng` None at all tokens."""
         layers = BlockLayers(
-            self._weights(), self.device, torch.float32, trained_product, 1.0, ContextLayer
+            self._weights(), self.device, torch.float32, trained_linear, 1.0, ContextLayer
         )
         sequences, tokens = batch.ids.shape
         anchors = self._anchors(batch, rng)  # [sequences, blocks]

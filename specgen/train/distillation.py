@@ -47,7 +47,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES, inference
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.attention import Sight
+from specgen.engine.native.attention import AttentionMask
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.loading import load_module
 from specgen.engine.transformers.quiet import quiet_transformers
@@ -215,7 +215,8 @@ class DraftObjective(Objective):
         """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their
         labels."""
         mask = self._masks(
-            Sight(~batch.forward_pass().visible, batch.positions, batch.positions), self.dtype
+            AttentionMask(~batch.forward_pass().visible, batch.positions, batch.positions),
+            self.dtype,
         )
         with self.autocast():
             logits: Tensor = self._module(

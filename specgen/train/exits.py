@@ -26,7 +26,7 @@ from torch import Tensor
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.products import trained_product
+from specgen.engine.native.linear import trained_linear
 from specgen.engine.parts.own_layers import (
     ExitLayers,
     Predictor,
@@ -180,7 +180,7 @@ class ExitObjective(Objective):
     def _exit(self, count: int) -> ExitLayers:
         """Returns the exit layer with the present values of the parameters: its first `count`
         decoder layers, norm and LM head."""
-        return ExitLayers(self.model, count, self.parameters, trained_product)
+        return ExitLayers(self.model, count, self.parameters, trained_linear)
 
     @torch.no_grad()
     def _first_layers(self, batch: BatchPass) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.model_loading import LoadedModel
-from specgen.engine.native.attention import Sight
+from specgen.engine.native.attention import AttentionMask
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_weights import (
@@ -42,8 +42,8 @@ from specgen.engine.native.layer_weights import (
     layer_shapes,
     layer_tensors,
 )
+from specgen.engine.native.linear import trained_linear
 from specgen.engine.native.native_model import NativeModel, final_logits
-from specgen.engine.native.products import trained_product
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.glide import CrossInputs, GlideLayers
@@ -357,7 +357,7 @@ class EagleObjective(LayerObjective):
         output of the depth before (EAGLE-3's training-time test)."""
         weights = EagleWeights(self.config, self.parameters)
         layers = EagleLayers(
-            weights, self.device, torch.float32, trained_product, first_layer=UnrolledLayer
+            weights, self.device, torch.float32, trained_linear, first_layer=UnrolledLayer
         )
         features = layers.joined(states.features.flatten(0, 1)).float()
         forward_pass = batch.forward_pass()
@@ -463,11 +463,12 @@ class GlideObjective(LayerObjective):
         visible = own_pass.visible & (block[:, None, :] < block[:, :, None])
         # rows that see no key are left out below; a softmax over nothing would be NaN
         visible |= block[:, :, None] == 0
-        mask = Sight(~visible, batch.positions, batch.positions).mask(None, self.dtype)[:, None]
+        attention_mask = AttentionMask(~visible, batch.positions, batch.positions)
+        mask = attention_mask.additive(None, self.dtype)[:, None]
         assert states.keys_values is not None
         cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(
-            GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_product
+            GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_linear
         )
         outputs = layers(states.embeddings.flatten(0, 1), self.inputs.batched(own_pass), [cross])
         sources = ((batch.labels != IGNORED) & (block > 0)).flatten().nonzero()[:, 0]

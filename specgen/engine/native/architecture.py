@@ -93,7 +93,7 @@ class Rotary:
     """One set of rotary frequencies (RoPE): a position's angles are the position times each of
     `inverse_frequencies`.
 
-    These are rotary size / 2 numbers, in float32. cos and sin of the angles are multiplied by
+    These are rotary size / 2 values, in float32. cos and sin of the angles are multiplied by
     `factor`. LongRoPE models have a second set of frequencies, `long_inverse_frequencies`, for runs
     longer than `long_boundary` tokens. Both are None for other models.
     """
@@ -164,7 +164,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts in place of an MLP: `count` MLPs of `size` hidden numbers, of which
+    """A mixture of experts in place of an MLP: `count` MLPs of inner width `size`, of which
     `per_token` run each token.
 
     A router gives a logit for each expert; `scores` says how scores are computed from the logits.
@@ -209,8 +209,8 @@ class Mixture:
 class Architecture(ModelShape):
     """A decoder-only transformer as its config.json describes it; see `ModelShape` for its sizes.
 
-    Rotary: the first `rotary_size` numbers of each head are rotated, in pairs (i, i + rotary_size /
-    2). cos and sin are rounded to the model's dtype unless `rotary_in_float32`.
+    Rotary: the first `rotary_size` elements of each head are rotated, in pairs (i, i + rotary_size
+    / 2). cos and sin are rounded to the model's dtype unless `rotary_in_float32`.
 
     Norms: all are RMSNorm. `pre_norms` are applied to the input of attention and MLP, `post_norms`
     to their outputs before these are added to the residual stream. A norm multiplies by its weight

@@ -20,7 +20,7 @@ CAUSAL = torch.empty(0)
 # tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing
 # dominates
 WIDE = 64
-_WIDEST_HEAD = 256  # numbers per head that flash attention can have
+_WIDEST_HEAD = 256  # the largest head size that flash attention can have
 # query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
 _WRITTEN_OUT = 64
 
@@ -212,19 +212,19 @@ def _written_out(
     return torch.stack([weight @ value.float() for weight, value in parts]).sum(0).to(values.dtype)
 
 
-class Sight(NamedTuple):
+class AttentionMask(NamedTuple):
     """Which keys the n tokens of a pass may attend to, before sliding windows are applied.
 
-    `hidden` [..., n, m] is true where a token does not see a key. `positions` [..., n] are the
+    `excluded` [..., n, m] is true where a token does not see a key. `positions` [..., n] are the
     tokens' positions, `key_positions` [..., m] those of the keys' tokens. Sliding windows are
     measured in positions, which in a draft tree differ from cache indices.
     """
 
-    hidden: torch.Tensor
+    excluded: torch.Tensor
     positions: torch.Tensor
     key_positions: torch.Tensor
 
-    def mask(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
+    def additive(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
         """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's
         lowest finite number elsewhere.
 
@@ -232,28 +232,30 @@ class Sight(NamedTuple):
         before it (None: no window). Each row is repeated for the `group` query heads that share
         keys.
         """
-        hidden = self.hidden
+        excluded = self.excluded
         if window is not None:
-            hidden = hidden | (
+            excluded = excluded | (
                 self.positions[..., :, None] - self.key_positions[..., None, :] >= window
             )
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-            hidden, torch.finfo(dtype).min
+        mask = torch.zeros(excluded.shape, dtype=dtype, device=excluded.device).masked_fill_(
+            excluded, torch.finfo(dtype).min
         )
         return (
             mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, mask.shape[1])
         )
 
 
-def sight_of_chain(first: int, rows: int, start: int, end: int, device: torch.device) -> Sight:
+def chain_mask(first: int, rows: int, start: int, end: int, device: torch.device) -> AttentionMask:
     """Returns which of the keys `start` to `end` - 1 are seen by `rows` tokens from cache index
     `first` on, as a chain.
 
     Each token sees the keys up to its own. Positions are cache indices.
     """
-    hidden = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(first - start + 1)
-    return Sight(
-        hidden,
+    excluded = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(
+        first - start + 1
+    )
+    return AttentionMask(
+        excluded,
         torch.arange(first, first + rows, device=device),
         torch.arange(start, end, device=device),
     )
@@ -287,7 +289,7 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
     return Ancestry(base, depths, bits[first - base :])
 
 
-def sight_of_pass(forward_pass: ForwardPass, device: torch.device) -> Sight:
+def pass_mask(forward_pass: ForwardPass, device: torch.device) -> AttentionMask:
     """Returns which keys the tokens of a forward pass see, of all keys up to that of the pass's
     last token.
 
@@ -296,15 +298,17 @@ def sight_of_pass(forward_pass: ForwardPass, device: torch.device) -> Sight:
     if forward_pass.is_chain:
         first = forward_pass.first
         last = forward_pass.last
-        return sight_of_chain(first, last - first, 0, last, device)
+        return chain_mask(first, last - first, 0, last, device)
     base, depths, bits = ancestry(forward_pass)
     rows = len(bits)
     size = len(depths)
     from_base = upload(torch.tensor(depths), device) + base
-    hidden = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
-    hidden[:, base:] = ~unpacked(bits, size, device)
-    return Sight(
-        hidden, from_base[size - rows :], torch.cat((torch.arange(base, device=device), from_base))
+    excluded = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
+    excluded[:, base:] = ~unpacked(bits, size, device)
+    return AttentionMask(
+        excluded,
+        from_base[size - rows :],
+        torch.cat((torch.arange(base, device=device), from_base)),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from specgen.engine.native.architecture import Changes, Fields, LayerKind, Mixer, Mixture, Recurrent
 from specgen.engine.native.rotary import ALL_LAYERS, FULL, SLIDING, RotaryDefaults, read_rotary
 
-_ALIGNMENT = 8  # numbers: 16 bytes in 16-bit dtypes
+_ALIGNMENT = 8  # elements: 16 bytes in 16-bit dtypes
 
 
 def _biases(fields: Fields) -> Changes:
@@ -234,9 +234,7 @@ def _smollm3(fields: Fields, plain: Changes) -> Changes:
         rotated[:count],
         strict=True,
     )
-    kinds = tuple(
-        replace(layer, rotary=ALL_LAYERS if rotary else None) for layer, rotary in layers
-    )
+    kinds = tuple(replace(layer, rotary=ALL_LAYERS if rotary else None) for layer, rotary in layers)
     return {**_llama(fields, plain), "layers": kinds}
 
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specgen.engine.devices import inference, pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.native.attention import Sight, ancestry
+from specgen.engine.native.attention import AttentionMask, ancestry
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeForward
@@ -197,14 +197,17 @@ class StaticPass:
         # no token has bit SPAN
         before = offsets < 0
         bit = offsets.clamp(0, SPAN)
-        hidden = ((self._bits[:, None] >> bit) & 1 == 0) & ~before
+        excluded = ((self._bits[:, None] >> bit) & 1 == 0) & ~before
         key_positions = torch.where(before, offsets, self._depths.index_select(0, bit)) + self._base
-        sight = Sight(hidden, positions, key_positions)
+        attention_mask = AttentionMask(excluded, positions, key_positions)
         kinds = []
         windows = [
             (kind.window, group) for (kind, _), group in zip(maker.kinds, maker.groups, strict=True)
         ]
-        masks = {seen: sight.mask(seen[0], dtype, seen[1]) for seen in dict.fromkeys(windows)}
+        masks = {
+            seen: attention_mask.additive(seen[0], dtype, seen[1])
+            for seen in dict.fromkeys(windows)
+        }
         for seen, rotations in zip(windows, self._rotations, strict=True):
             rotation = None if rotations is None else rotations.index_select(0, positions)[:, None]
             kinds.append(KindInputs(rotation, masks[seen], self._entries))

@@ -18,10 +18,10 @@ from specgen.engine.native.attention import (
     CAUSAL,
     KEY_BLOCK,
     WIDE,
-    Sight,
+    AttentionMask,
+    chain_mask,
     has_causal_kernel,
-    sight_of_chain,
-    sight_of_pass,
+    pass_mask,
 )
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.recurrence import RecurrentStates, Steps
@@ -37,7 +37,7 @@ class KindInputs(NamedTuple):
     """What the layers of one kind (sliding window, rotary frequencies, device) need in one forward
     pass.
 
-    `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated numbers of a head
+    `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated elements of a head
     (None: no rotary embedding), `mask` is as for `attention.attend` or `attend_batch`, and
     `entries` are those of each layer in the KV cache (None: no cache).
     """
@@ -168,14 +168,16 @@ class InputMaker:
             return self.of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
         rows = last - first
         made = []
-        sights = {device: sight_of_pass(forward_pass, device) for _, device in self.kinds}
+        attention_masks = {device: pass_mask(forward_pass, device) for _, device in self.kinds}
         entries = cache.entries(first, last, 0, last)
         for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
-            sight = sights[device]
+            attention_mask = attention_masks[device]
             rotation = None
             if table is not None:
-                rotation = table.gather(sight.positions, forward_pass.long_rope, last)[:, None]
-            mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
+                rotation = table.gather(attention_mask.positions, forward_pass.long_rope, last)[
+                    :, None
+                ]
+            mask = attention_mask.additive(kind.window, self._dtype, group if rows < WIDE else 1)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
@@ -207,10 +209,12 @@ class InputMaker:
             elif self._has_causal and (kind.window is None or last <= kind.window):
                 mask = CAUSAL
             else:
-                sight = sight_of_chain(first, rows, start, end, device)
+                attention_mask = chain_mask(first, rows, start, end, device)
                 if not kind.causal:
-                    sight.hidden.zero_()
-                mask = sight.mask(kind.window, self._dtype, group if rows < WIDE else 1)
+                    attention_mask.excluded.zero_()
+                mask = attention_mask.additive(
+                    kind.window, self._dtype, group if rows < WIDE else 1
+                )
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(
@@ -237,12 +241,12 @@ class InputMaker:
         # found once for all tables: a GPU has to be waited for
         last = int(batch.key_positions.max()) + 1
         given = ~batch.visible, batch.positions, batch.key_positions
-        sights = {
-            on: Sight(*(move(part, on) for part in given))
+        attention_masks = {
+            on: AttentionMask(*(move(part, on) for part in given))
             for on in {device for _, device in self.kinds}
         }
         masks = {
-            (kind.window, on): sights[on].mask(kind.window, self._dtype)[:, None]
+            (kind.window, on): attention_masks[on].additive(kind.window, self._dtype)[:, None]
             for kind, on in self.kinds
         }
         made = []
@@ -250,7 +254,9 @@ class InputMaker:
             rotation = None
             if table is not None:
                 is_long = last > (table.long_boundary or last)
-                rotation = table.gather(sights[device].positions.flatten(), is_long, last)[:, None]
+                rotation = table.gather(attention_masks[device].positions.flatten(), is_long, last)[
+                    :, None
+                ]
             made.append(KindInputs(rotation, masks[kind.window, device], entries))
         return PassInputs(
             tokens, tokens, made, sequences, 0 if cache is None else cache.first_layer

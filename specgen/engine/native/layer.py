@@ -1,8 +1,8 @@
 """One layer of the native decoder: a mixer of tokens (attention) and an MLP with the norms around
 them.
 
-Norms before a product have no weights here, because these are folded into the product's weights
-(`layer_weights`), as is the scale of the attention scores. Pairs of numbers of a head that rotary
+Norms before a linear layer have no weights here, because these are folded into that layer's weights
+(`layer_weights`), as is the scale of the attention scores. Pairs of elements of a head that rotary
 embedding rotates together are neighbours.
 """
 
@@ -20,8 +20,8 @@ from specgen.engine.native.architecture import MLP, Architecture, Mixer
 from specgen.engine.native.attention import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer_weights import AttentionWeights, LayerWeights, RecurrentWeights
+from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.mlp import ACTIVATIONS, DenseMLP, Experts
-from specgen.engine.native.products import MakeProduct, Product
 from specgen.engine.native.recurrence import unit_length
 from specgen.engine.native.rotary import rotate
 
@@ -59,11 +59,11 @@ class Branch(Protocol):
     MLP.
 
     A call computes, from the normed residual stream `x` [batch * rows, width], the input of the
-    branch's last product, `output`. The layer calls `output`, applies a norm if the model has one
-    there, and adds the result.
+    branch's last linear layer, `output`. The layer calls `output`, applies a norm if the model has
+    one there, and adds the result.
     """
 
-    output: Product
+    output: Linear
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor: ...
 
@@ -83,7 +83,7 @@ class Attention:
         index: int,
         kind: int,
         weights: AttentionWeights,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         *,
         is_wide: bool = False,
     ) -> None:
@@ -99,8 +99,8 @@ class Attention:
         self._norm_over = architecture.qk_norm
         self._sinks = weights.sinks
         self._is_gated = architecture.gated_attention
-        self.qkv = make_product(weights.qkv, weights.qkv_bias, 1.0)
-        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
+        self.qkv = make_linear(weights.qkv, weights.qkv_bias, 1.0)
+        self.output = make_linear(weights.output, weights.output_bias, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._size)
@@ -193,15 +193,15 @@ class RecurrentMixer:
         index: int,
         kind: int,
         weights: RecurrentWeights,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         *,
         is_wide: bool = False,
     ) -> None:
         self._index = index
         self._architecture = architecture
         self._weights = weights
-        self.qkv = make_product(weights.inputs, weights.inputs_bias, 1.0)
-        self.output = make_product(weights.output, weights.output_bias, architecture.residual_scale)
+        self.qkv = make_linear(weights.inputs, weights.inputs_bias, 1.0)
+        self.output = make_linear(weights.output, weights.output_bias, architecture.residual_scale)
 
 
 class DeltaNet(RecurrentMixer):
@@ -255,9 +255,9 @@ _MLPS: dict[MLP, Callable[..., Branch]] = {"dense": DenseMLP, "experts": Experts
 class NativeLayer:
     """A decoder layer with its weights. `kind` is the index of its inputs in `PassInputs.kinds`.
 
-    `make_product` makes a product from a weight [out, in], a bias or None, and the factor of its
-    output on the residual stream. `gain` is as for `norm_function`. The hidden states are moved to
-    `device` first (None: they are on the right one). `wide_attention`: see `Attention`.
+    `make_linear` makes a linear layer from a weight [out, in], a bias or None, and the factor of
+    its output on the residual stream. `gain` is as for `norm_function`. The hidden states are moved
+    to `device` first (None: they are on the right one). `wide_attention`: see `Attention`.
     """
 
     attention: Callable[..., Branch] = Attention
@@ -268,7 +268,7 @@ class NativeLayer:
         index: int,
         kind: int,
         weights: LayerWeights,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         *,
         gain: float = 1.0,
         device: torch.device | None = None,
@@ -289,13 +289,13 @@ class NativeLayer:
         self._mlp_post_norm = weights.mlp_post_norm
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(
-            architecture, index, kind, weights.mixer, make_product, is_wide=wide_attention
+            architecture, index, kind, weights.mixer, make_linear, is_wide=wide_attention
         )
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](
-            architecture, weights.mlp, make_product
+            architecture, weights.mlp, make_linear
         )
         self._activation = ACTIVATIONS[architecture.activation]
-        self._own_products = [make_product(weight, None, 1.0) for weight in weights.per_layer[:2]]
+        self._own_linears = [make_linear(weight, None, 1.0) for weight in weights.per_layer[:2]]
         self._own_norm = weights.per_layer[2] if weights.per_layer else None
 
     def __call__(
@@ -314,7 +314,7 @@ class NativeLayer:
         if mlp:
             hidden = self._added(hidden, self.mlp, inputs, self._mlp_post_norm)
         if (norm := self._own_norm) is not None and inputs.per_layer is not None:
-            gate, projection = self._own_products
+            gate, projection = self._own_linears
             gated = self._activation(gate(hidden)) * move(
                 inputs.per_layer[:, self._index], hidden.device
             )

@@ -407,7 +407,7 @@ def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
 
 
 def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
-    """Returns the order of the numbers of a query or key head in the native decoder: for each, its
+    """Returns the order of the elements of a query or key head in the native decoder: for each, its
     index in the model's files.
 
     Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.

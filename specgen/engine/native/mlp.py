@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from specgen.engine.native.architecture import Activation, Architecture, Mixture
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.products import MakeProduct, Product
+from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.weights import Take, bias_of
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -260,11 +260,11 @@ class DenseMLP:
     """The MLP activation(gate) * up. A `Branch`."""
 
     def __init__(
-        self, architecture: Architecture, weights: MLPWeights, make_product: MakeProduct
+        self, architecture: Architecture, weights: MLPWeights, make_linear: MakeLinear
     ) -> None:
         self._activation = ACTIVATIONS[architecture.activation]
-        self.gate_up = make_product(weights.gate_up, weights.gate_up_bias, 1.0)
-        self.output = make_product(weights.down, weights.down_bias, architecture.residual_scale)
+        self.gate_up = make_linear(weights.gate_up, weights.gate_up_bias, 1.0)
+        self.output = make_linear(weights.down, weights.down_bias, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -306,7 +306,7 @@ def route(
 
 
 class Experts:
-    """A mixture of experts. A `Branch`, whose last product `output` does nothing, because each
+    """A mixture of experts. A `Branch`, whose `output` does nothing, because each
     expert has its own.
 
     The tokens of a pass are grouped by the experts that run them, so each expert's weights are read
@@ -315,7 +315,7 @@ class Experts:
     """
 
     def __init__(
-        self, architecture: Architecture, weights: ExpertWeights, make_product: MakeProduct
+        self, architecture: Architecture, weights: ExpertWeights, make_linear: MakeLinear
     ) -> None:
         assert architecture.mixture is not None
         self._mixture = architecture.mixture
@@ -325,8 +325,8 @@ class Experts:
         self._router = weights.router.t().contiguous()
         self._shared: DenseMLP | None = None
         if weights.shared is not None:
-            self._shared = DenseMLP(architecture, weights.shared, make_product)
-        self.output = Product(lambda x: x, architecture.residual_scale)
+            self._shared = DenseMLP(architecture, weights.shared, make_linear)
+        self.output = Linear(lambda x: x, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         weights = self._weights

@@ -41,7 +41,7 @@ from specgen.engine.native.layer_weights import (
     layer_shapes,
     layer_weights,
 )
-from specgen.engine.native.products import DenseProduct, Product, ProductFactory
+from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.recurrence import RecurrentStates
 from specgen.engine.weights import WeightFiles, model_files
 
@@ -58,7 +58,7 @@ class OwnEmbeddings:
         self,
         architecture: Architecture,
         table: torch.Tensor,
-        projection: Product,
+        projection: Linear,
         norm: torch.Tensor,
     ) -> None:
         self._shape = architecture.num_layers, architecture.per_layer_size
@@ -102,7 +102,7 @@ class NativeParts(NamedTuple):
 
     embedding: torch.Tensor
     norm: torch.Tensor
-    head: Product
+    head: Linear
     own_embeddings: OwnEmbeddings | None = None
 
 
@@ -292,7 +292,7 @@ class NativeModel:
         none = self.parts.norm.new_empty(0, self.shape.hidden_size)
         self.layers = self.layers[:kept_layers]
         embedding = self.parts.embedding if kept_layers else none
-        self.parts = self.parts._replace(embedding=embedding, head=DenseProduct(none))
+        self.parts = self.parts._replace(embedding=embedding, head=DenseLinear(none))
 
 
 class NativeForward:
@@ -420,7 +420,7 @@ def load_native(
 ) -> NativeModel:
     """Loads the model in `folder`; messages call it `name`.
 
-    `exact` is as in `NativeModel`, `quantise` as in `ProductFactory`, `wide_attention` as in
+    `exact` is as in `NativeModel`, `quantise` as in `LinearFactory`, `wide_attention` as in
     `NativeLayer`. `layer_devices` has the device of each layer, if they are on several: then the
     embedding is on the first layer's, and `device` is that of the final norm and the head. Raises
     SpecgenError for missing, damaged, unsuitable or unexpected tensors.
@@ -429,7 +429,7 @@ def load_native(
         files, architecture = open_model(folder, name, architecture, device)
         devices = layer_devices or [device] * len(architecture.layers)
         factories = {
-            on: ProductFactory(on, dtype, quantise=quantise)
+            on: LinearFactory(on, dtype, quantise=quantise)
             for on in dict.fromkeys([*devices, device])
         }
         gain = norm_gain(architecture, dtype, *factories)
@@ -531,7 +531,7 @@ def return_free_memory() -> None:
 def _parts(
     architecture: Architecture,
     files: WeightFiles,
-    factory: ProductFactory,
+    factory: LinearFactory,
     dtype: torch.dtype,
     gain: float,
     devices: tuple[torch.device, torch.device],
@@ -546,7 +546,7 @@ def _parts(
     embedding_name, head_name = table_names(files)
     matrix = files.take(head_name).to(dtype)
     head = factory(matrix)
-    if head_name == embedding_name and isinstance(head, DenseProduct) and devices[0] == devices[1]:
+    if head_name == embedding_name and isinstance(head, DenseLinear) and devices[0] == devices[1]:
         embedding = matrix
     else:
         del matrix

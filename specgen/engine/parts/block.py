@@ -33,8 +33,8 @@ from specgen.engine.native.layer_weights import (
     AttentionWeights,
     layer_weights,
 )
+from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
-from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.part import (
@@ -89,7 +89,8 @@ class ContextLayer(NativeLayer):
 class BlockLayers:
     """The layers of a head with their weights on `device`, for drafting and for training.
 
-    `make_product` makes a product as for `NativeLayer`, `norm_gain` is as in `layer.norm_function`.
+    `make_linear` makes a linear layer as for `NativeLayer`, `norm_gain` is as in
+    `layer.norm_function`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class BlockLayers:
         weights: BlockWeights,
         device: torch.device,
         dtype: torch.dtype,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         norm_gain: float,
         make_layer: type[NativeLayer] = NativeLayer,
     ) -> None:
@@ -109,10 +110,10 @@ class BlockLayers:
 
         self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights
         self.norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
-        self._fc = make_product(take(FC).to(dtype), None, 1.0)
+        self._fc = make_linear(take(FC).to(dtype), None, 1.0)
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self.layers = native_layers(
-            architecture, kinds, take, dtype, make_product, norm_gain, make_layer=make_layer
+            architecture, kinds, take, dtype, make_linear, norm_gain, make_layer=make_layer
         )
         # of the rows of keys, then of values
         first = architecture.num_heads * architecture.head_size
@@ -125,7 +126,7 @@ class BlockLayers:
             take(CONTEXT_NORM).float() * norm_gain
         )
         biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
-        self._project = make_product(
+        self._project = make_linear(
             weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0
         )
         norms = [
@@ -183,7 +184,7 @@ class BlockPass(DecoderRunner):
         self, weights: BlockWeights, model: Model, target_penalties: PenaltyProcessor | None
     ) -> None:
         super().__init__(weights, model, self._run)
-        self.layers = BlockLayers(weights, self.device, model.dtype, self.products, self.gain)
+        self.layers = BlockLayers(weights, self.device, model.dtype, self.make_linear, self.gain)
         self._masks = [weights.mask_id] * (weights.block_size - 1)
         # of `embed`
         scale = (
@@ -275,10 +276,10 @@ class BlockHeadRunner(BlockRunner):
             return weights.tensors[name].to(model.device, model.dtype)
 
         if HEAD in weights.tensors:
-            self._lm_head = self._pass.products(take(HEAD))
+            self._lm_head = self._pass.make_linear(take(HEAD))
         if SUCCESSORS in weights.tensors:
             self._successors = take(SUCCESSORS)
-            self._successor_head = self._pass.products(take(SUCCESSOR_HEAD))
+            self._successor_head = self._pass.make_linear(take(SUCCESSOR_HEAD))
             self.independent = False
             self.draws = True
         self._vocabulary = (

@@ -27,7 +27,7 @@ from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
 from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, layer_weights
-from specgen.engine.native.products import MakeProduct
+from specgen.engine.native.linear import MakeLinear
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
     AssistantWeights,
@@ -121,7 +121,7 @@ class UnrolledLayer(FirstLayer):
 class EagleLayers:
     """The layers of an EAGLE head with their weights on `device`, for drafting and for training.
 
-    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`;
+    `make_linear` makes a linear layer from a weight, a bias and a factor, as for `NativeLayer`;
     `norm_gain` is `gain` of `layer.norm_function`. `first_layer` is the class of the first layer.
     """
 
@@ -130,7 +130,7 @@ class EagleLayers:
         weights: EagleWeights,
         device: torch.device,
         dtype: torch.dtype,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         *,
         norm_gain: float = 1.0,
         first_layer: type[FirstLayer] = FirstLayer,
@@ -152,7 +152,7 @@ class EagleLayers:
         self._input_norms = len(norms)
         bias = take(bias_of(FC)).to(dtype) if bias_of(FC) in weights.tensors else None
         fc = take(FC).float() * torch.cat(norms).float() if norms else take(FC)
-        self._fc = make_product(fc.to(dtype), bias, 1.0)
+        self._fc = make_linear(fc.to(dtype), bias, 1.0)
         self._feature_norm = self._output_norm = None
         if weights.norm_before_residual:
             self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
@@ -160,8 +160,8 @@ class EagleLayers:
             self._output_norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         own = layer_weights(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
-        self._first = first_layer(architecture, 0, kind, own, make_product, gain=norm_gain)
-        self._others = native_layers(architecture, kinds, take, dtype, make_product, norm_gain, 1)
+        self._first = first_layer(architecture, 0, kind, own, make_linear, gain=norm_gain)
+        self._others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
 
     def joined(self, features: Tensor) -> Tensor:
         """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width]
@@ -227,7 +227,7 @@ class EagleRunner(DecoderRunner):
         reduce = None
         self._lm_head = None
         self._vocabulary = None
-        made: Any = self.device, model.dtype, self.products
+        made: Any = self.device, model.dtype, self.make_linear
         # which run on the pairs one after the other
         self._stages: list[EagleLayers | MtpLayer] = []
         if isinstance(weights, MtpWeights):
@@ -243,7 +243,7 @@ class EagleRunner(DecoderRunner):
                 norm, head = (
                     weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD)
                 )
-                self._lm_head = self.products(
+                self._lm_head = self.make_linear(
                     (head if weights.norm_output else head * (norm * self.gain)).to(model.dtype)
                 )
                 taps = list(weights.feature_layers)

@@ -19,12 +19,12 @@ from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.native.attention import WIDE, attend, attend_batch, sight_of_chain
+from specgen.engine.native.attention import WIDE, attend, attend_batch, chain_mask
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import norm_function
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD, final_norm, head_order
+from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import MakeProduct
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
 from specgen.engine.parts.part import DecoderRunner, GlideWeights, native_layers
@@ -64,7 +64,7 @@ class CrossAttention:
         q_proj: torch.Tensor,
         o_proj: torch.Tensor,
         dtype: torch.dtype,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
     ) -> None:
         architecture = known_architecture(target, "glide")
         self._heads = architecture.num_heads
@@ -74,8 +74,8 @@ class CrossAttention:
             q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1)
             * self._size**-0.5
         )
-        self._query = make_product(query.to(dtype), None, 1.0)
-        self._output = make_product(o_proj.to(dtype), None, 1.0)
+        self._query = make_linear(query.to(dtype), None, 1.0)
+        self._output = make_linear(o_proj.to(dtype), None, 1.0)
         self._key_order = None if isinstance(target, NativeModel) else order.argsort()
 
     def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
@@ -108,7 +108,7 @@ class GlideLayers:
         weights: GlideWeights,
         target: Model,
         dtype: torch.dtype,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         norm_gain: float = 1.0,
     ) -> None:
         architecture = weights.architecture
@@ -117,13 +117,13 @@ class GlideLayers:
             return weights.tensors[name].to(target.device)
 
         _, kinds = layer_kinds(architecture, [target.device] * len(architecture.layers))
-        self._layers = native_layers(architecture, kinds, take, dtype, make_product, norm_gain)
+        self._layers = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain)
         self._attentions: list[CrossAttention] = []
         for index in range(len(kinds)):
             q_proj, o_proj = (
                 take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo"
             )
-            self._attentions.append(CrossAttention(target, q_proj, o_proj, dtype, make_product))
+            self._attentions.append(CrossAttention(target, q_proj, o_proj, dtype, make_linear))
         self._norm = final_norm(architecture, take, dtype, norm_gain)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
@@ -163,7 +163,7 @@ class GlideRunner(DecoderRunner):
         super().__init__(weights, model, self._run, penalties)
         self._target = target
         self._theirs = known_architecture(model, "glide")
-        self._layers = GlideLayers(weights, model, model.dtype, self.products, self.gain)
+        self._layers = GlideLayers(weights, model, model.dtype, self.make_linear, self.gain)
         with_keys = [
             index for index, kind in enumerate(self._theirs.layers) if kind.mixer == "attention"
         ]
@@ -175,7 +175,9 @@ class GlideRunner(DecoderRunner):
             raise SpecgenError(problem, "Take a head that was trained for the target, or -m lookup")
         self._read_layers = with_keys[-len(self.devices) :]
         head = weights.tensors.get(HEAD)
-        self._lm_head = None if head is None else self.products(head.to(self.device, model.dtype))
+        self._lm_head = (
+            None if head is None else self.make_linear(head.to(self.device, model.dtype))
+        )
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
         self._rotations = {
             name: RotaryTable(each, self.device, rounded)
@@ -222,10 +224,10 @@ class GlideRunner(DecoderRunner):
             return []
         mask, first, rows = None, forward_pass.first, forward_pass.last - forward_pass.first
         if first < cached:  # the context's last token and those of the draft see all
-            sight = sight_of_chain(first - 1, rows, 0, cached, self.device)
-            sight.hidden[:, 0] = False
+            attention_mask = chain_mask(first - 1, rows, 0, cached, self.device)
+            attention_mask.excluded[:, 0] = False
             group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
-            mask = sight.mask(None, self.target_model.dtype, group)
+            mask = attention_mask.additive(None, self.target_model.dtype, group)
         at = upload(torch.tensor(positions(forward_pass)), self.device)
         boundary = self._theirs.rope_boundary
         made = []

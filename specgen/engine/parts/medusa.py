@@ -13,8 +13,8 @@ from specgen.engine.block_runner import BlockRunner
 from specgen.engine.forward_pass import LayerPart, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
+from specgen.engine.native.linear import LinearFactory
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import ProductFactory
 from specgen.engine.parts.part import MedusaWeights, of_all_tokens
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -49,9 +49,9 @@ class MedusaRunner(BlockRunner):
             )
             biases = torch.stack([bias.to(model.device, model.dtype)[None] for _, bias in blocks])
             self._blocks.append((matrices, biases))
-        make_product = ProductFactory(model.device, model.dtype)
+        make_linear = LinearFactory(model.device, model.dtype)
         self._lm_heads = [
-            make_product(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()
+            make_linear(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()
         ]
         self._vocabulary = (
             None if weights.vocabulary is None else weights.vocabulary.to(model.device)

@@ -47,8 +47,8 @@ from specgen.engine.native.layer_weights import (
     final_norm,
     layer_shapes,
 )
+from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.parts.head_files import (
     OTHER_HEAD,
     check_size,
@@ -191,7 +191,7 @@ def before_final_norm(
 class MtpLayer:
     """Drafting layer number `index`, with the projection before it and the norm after it.
 
-    `make_product` makes a product from a weight, a bias and a factor, as for `NativeLayer`;
+    `make_linear` makes a linear layer from a weight, a bias and a factor, as for `NativeLayer`;
     `norm_gain` is `gain` of `layer.norm_function`.
     """
 
@@ -201,7 +201,7 @@ class MtpLayer:
         index: int,
         device: torch.device,
         dtype: torch.dtype,
-        make_product: MakeProduct,
+        make_linear: MakeLinear,
         *,
         norm_gain: float = 1.0,
     ) -> None:
@@ -214,9 +214,9 @@ class MtpLayer:
             return (take(name.format(index)).float() + architecture.norm_weight_offset) * norm_gain
 
         norms = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM)))
-        self._join = make_product((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
+        self._join = make_linear((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
         (self._layer,) = native_layers(
-            architecture, [0], take, dtype, make_product, norm_gain, index
+            architecture, [0], take, dtype, make_linear, norm_gain, index
         )
         self._norm = norm(_OUT_NORM).to(dtype)
         self._normed = norm_function(architecture.norm_eps, norm_gain)
@@ -332,22 +332,22 @@ class AssistantRunner:
         self._groups = weights.groups
         devices = [self.device] * made.num_layers
         self._tables = InputMaker(made, model.dtype, devices).tables
-        make_product = ProductFactory(self.device, model.dtype)
+        make_linear = LinearFactory(self.device, model.dtype)
         gain = norm_gain(made, model.dtype, self.device)
 
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(self.device)
 
         self._layers = native_layers(
-            made, layer_kinds(made, devices)[1], take, model.dtype, make_product, gain
+            made, layer_kinds(made, devices)[1], take, model.dtype, make_linear, gain
         )
         self._norm = final_norm(made, take, model.dtype, gain)
         self._normed = norm_function(made.norm_eps, gain)
-        self._join, self._post = (make_product(take(name).to(model.dtype)) for name in (JOIN, POST))
+        self._join, self._post = (make_linear(take(name).to(model.dtype)) for name in (JOIN, POST))
         self._table = take(EMBEDDING).to(model.dtype)
-        self._head = make_product(self._table)
+        self._head = make_linear(self._table)
         if self._groups:
-            self._centroids = make_product(take(_CENTROIDS).to(model.dtype))
+            self._centroids = make_linear(take(_CENTROIDS).to(model.dtype))
             self._order = take(_ORDER).view(len(weights.tensors[_CENTROIDS]), -1)
         # the last call's context, its length, and its draft
         self._known: tuple[Context, int, TreeNodes] | None = None

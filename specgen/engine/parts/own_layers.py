@@ -39,8 +39,8 @@ from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_function, norm_gain
 from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes
+from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import final_logits
-from specgen.engine.native.products import MakeProduct, ProductFactory
 from specgen.engine.parts.part import FeatureRunner, native_layers
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -106,8 +106,8 @@ class ExitLayers:
     first layers of the target `model`.
 
     `count` is the number of decoder layers. `tensors` has the weights by their names in an exit
-    layer's file; without an LM head among them, the target's is used. `make_product` None makes an
-    exit for drafting; in training it makes differentiable products from parameters.
+    layer's file; without an LM head among them, the target's is used. `make_linear` None makes an
+    exit for drafting; in training it makes differentiable layers from parameters.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class ExitLayers:
         model: Model,
         count: int,
         tensors: Mapping[str, Tensor],
-        make_product: MakeProduct | None = None,
+        make_linear: MakeLinear | None = None,
     ) -> None:
         self._architecture = architecture = exit_architecture(model)
         self._model = model
         dtype = torch.float32
         gain = 1.0
-        if make_product is None:
+        if make_linear is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
-            make_product = ProductFactory(model.device, dtype)
+            make_linear = LinearFactory(model.device, dtype)
         devices = [model.device] * len(architecture.layers)
         self._inputs = InputMaker(architecture, model.dtype, devices)
         self._normed = norm_function(architecture.norm_eps, gain)
@@ -135,10 +135,10 @@ class ExitLayers:
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
             self._norm = final_norm(architecture, take, dtype, gain)
             self._head = (
-                make_product(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
+                make_linear(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
             )
             self._layers = native_layers(
-                architecture, kinds[len(devices) - count :], take, dtype, make_product, gain
+                architecture, kinds[len(devices) - count :], take, dtype, make_linear, gain
             )
 
     def new_cache(self) -> KVBuffer:

@@ -21,7 +21,7 @@ from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import EMBEDDING, layer_weights
-from specgen.engine.native.products import MakeProduct, ProductFactory
+from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Take
 
@@ -275,7 +275,7 @@ class DecoderRunner(ModelRunner):
     may be run by either backend.
 
     `target_model` supplies the embedding if the head has none. `inputs` makes the inputs of the
-    head's passes, `products` its matrix products; `gain` is that of `layer.norm_function`.
+    head's passes, `make_linear` makes its linear layers; `gain` is that of `layer.norm_function`.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class DecoderRunner(ModelRunner):
         self.target_model = model
         self.devices = [model.device] * len(self.architecture.layers)
         self.inputs = InputMaker(self.architecture, model.dtype, self.devices)
-        self.products = ProductFactory(model.device, model.dtype)
+        self.make_linear = LinearFactory(model.device, model.dtype)
         self.gain = norm_gain(self.architecture, model.dtype, model.device)
         sizes = [(self.architecture.num_kv_heads, self.architecture.head_size)] * len(self.devices)
         cache = KVBuffer(self.devices, sizes, model.dtype)
@@ -316,7 +316,7 @@ def native_layers(
     kinds: Sequence[int],
     take: Take,
     dtype: torch.dtype,
-    make_product: MakeProduct,
+    make_linear: MakeLinear,
     gain: float,
     first: int = 0,
     make_layer: type[NativeLayer] = NativeLayer,
@@ -328,7 +328,7 @@ def native_layers(
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):
         weights = layer_weights(architecture, index, take, dtype, gain)
-        made.append(make_layer(architecture, index, kind, weights, make_product, gain=gain))
+        made.append(make_layer(architecture, index, kind, weights, make_linear, gain=gain))
     return made
 
 

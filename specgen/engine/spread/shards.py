@@ -1,8 +1,8 @@
 """One rank's part of a native model that is split over several processes: which part, how it is
 read, and how it runs.
 
-As in Megatron-LM (Shoeybi et al. 2019, section 3): the first products of attention and MLP are
-split by output (by heads, by neurons), the last ones by input, so that the whole product is the sum
+As in Megatron-LM (Shoeybi et al. 2019, section 3): the first linear layers of attention and MLP are
+split by output (by heads, by neurons), the last ones by input, so that the whole output is the sum
 of the ranks' results. The embedding and the LM head are split by token ids.
 """
 
@@ -35,6 +35,7 @@ from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Attention, NativeLayer, norm_gain
 from specgen.engine.native.layer_weights import final_norm, layer_tensors, layer_weights
+from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.native_model import (
     NativeForward,
     NativeModel,
@@ -43,7 +44,6 @@ from specgen.engine.native.native_model import (
     return_free_memory,
     table_names,
 )
-from specgen.engine.native.products import DenseProduct, Product, ProductFactory
 from specgen.engine.spread.ranks import Group, joined
 from specgen.engine.weights import WeightFiles, bias_of
 
@@ -160,8 +160,8 @@ class LayerShard:
     def take(self, name: str) -> Tensor:
         """Returns the rank's part of the tensor `name`, in its stored dtype.
 
-        A bias of a product that is summed over all ranks would be added once by each rank, so it is
-        zero on all ranks but the first.
+        A bias of a linear layer that is summed over all ranks would be added once by each rank, so
+        it is zero on all ranks but the first.
         """
         if name in self._parts:
             return self._files.take_part(name, *self._parts[name])
@@ -226,7 +226,7 @@ class ShardedAttention(Attention):
 class ShardedLayer(NativeLayer):
     """One rank's part of a decoder layer.
 
-    All ranks have the whole residual stream, with the same numbers up to rounding.
+    All ranks have the whole residual stream, with the same values up to rounding.
     """
 
     def __init__(self, shard: Shard, group: Group, *native: Any, gain: float) -> None:
@@ -236,29 +236,29 @@ class ShardedLayer(NativeLayer):
             branch.output = _summed(branch.output, shard.architecture.residual_scale, group)
 
 
-def _summed(product: Product, scale: float, group: Group) -> Product:
-    """Returns a product split by its inputs: the ranks' results are added up. `scale` is the factor
-    on the residual stream."""
+def _summed(linear: Linear, scale: float, group: Group) -> Linear:
+    """Returns a linear layer split by its inputs: the ranks' results are added up. `scale` is the
+    factor on the residual stream."""
 
     def multiply(x: Tensor) -> Tensor:
-        total = product(x)
+        total = linear(x)
         group.sum(total)
         return total
 
-    return Product(multiply, scale)
+    return Linear(multiply, scale)
 
 
-def _gathered(product: Product, vocab_size: int, group: Group) -> Product:
+def _gathered(linear: Linear, vocab_size: int, group: Group) -> Linear:
     """Returns an LM head split by token ids. Rank 0 gets the logits of all `vocab_size` tokens, the
     others their own part."""
 
     def multiply(x: Tensor) -> Tensor:
-        own = product(x)
+        own = linear(x)
         parts = group.gather(own)
         # without padding
         return own if parts is None else torch.cat([*parts], dim=1)[:, :vocab_size]
 
-    return Product(multiply)
+    return Linear(multiply)
 
 
 class ShardedModel(NativeModel):
@@ -460,7 +460,7 @@ def load_shard(
     shard = Shard.of(architecture, group.rank, group.size, name)
     with torch.no_grad():
         files, _ = open_model(folder, name, architecture, device)
-        factory = ProductFactory(device, dtype)
+        factory = LinearFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
         parts = _tables(shard, files, factory, dtype, gain, group)
         files.close()
@@ -481,7 +481,7 @@ def load_shard(
 def _tables(
     shard: Shard,
     files: WeightFiles,
-    factory: ProductFactory,
+    factory: LinearFactory,
     dtype: torch.dtype,
     gain: float,
     group: Group,
@@ -492,7 +492,7 @@ def _tables(
     embedding_name, head_name = table_names(files)
     matrix = files.take_part(head_name, 0, [own]).to(dtype)
     head = factory(pad(matrix, (0, 0, 0, len(shard.tokens) - len(own))))
-    if embedding_name == head_name and isinstance(head, DenseProduct):
+    if embedding_name == head_name and isinstance(head, DenseLinear):
         embedding = matrix
     elif files.are_copied:
         embedding = files.take_part(embedding_name, 0, [own]).to(dtype)

@@ -30,7 +30,7 @@ from specgen.engine.forward_pass import (
 )
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
-from specgen.engine.native.attention import Sight, sight_of_pass
+from specgen.engine.native.attention import AttentionMask, pass_mask
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.recurrence import Steps
 from specgen.engine.transformers.kv_cache import GrowingCache, KVCache
@@ -130,12 +130,17 @@ class TransformersModel:
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             ids = torch.tensor([forward_pass.ids], device=self.device)
-            sight = sight_of_pass(forward_pass, self.device)
-            mask = self._masks.of_pass(forward_pass, sight, self.dtype)
+            attention_mask = pass_mask(forward_pass, self.device)
+            mask = self._masks.of_pass(forward_pass, attention_mask, self.dtype)
             cache = forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
             output = self._run(
-                ids, sight.positions[None], mask, cache, logits_to_keep, with_states=bool(taps)
+                ids,
+                attention_mask.positions[None],
+                mask,
+                cache,
+                logits_to_keep,
+                with_states=bool(taps),
             )
             logits = output.logits[0, -logits_to_keep:]
             if not taps:
@@ -229,7 +234,8 @@ class TransformersModel:
     ) -> ModelOutput:
         """Runs several sequences through all layers that the model still has (see `free_weights`);
         see `engine.model.Model`."""
-        mask = self._masks(Sight(~batch.visible, batch.positions, batch.key_positions), self.dtype)
+        attention_mask = AttentionMask(~batch.visible, batch.positions, batch.key_positions)
+        mask = self._masks(attention_mask, self.dtype)
         with_states = bool(taps) or layers is not None
         keep = logits_to_keep or 0
         output = self._run(
@@ -305,11 +311,11 @@ class TransformersModel:
                 hidden = self.embeddings(torch.tensor([forward_pass.ids], device=self.device))
             else:
                 hidden = inputs(forward_pass)[None]
-            sight = sight_of_pass(forward_pass, self.device)
+            attention_mask = pass_mask(forward_pass, self.device)
             cache = forward_pass.cache
             cache.steps = Steps(forward_pass, self.device)
-            masks = self._masks.of_pass(forward_pass, sight, self.dtype)
-            rotary = decoder.rotary_emb(hidden, sight.positions[None])
+            masks = self._masks.of_pass(forward_pass, attention_mask, self.dtype)
+            rotary = decoder.rotary_emb(hidden, attention_mask.positions[None])
             for layer, kind in parts:
                 mask = masks[str(kind)] if isinstance(masks, dict) else masks
                 options = {cache_name: cache, "position_embeddings": rotary, "use_cache": True}
@@ -449,11 +455,13 @@ class AttentionMasks:
         self._window = window
         self._chunk = int(getattr(config, "attention_chunk_size", None) or 1)
 
-    def of_pass(self, forward_pass: ForwardPass, sight: Sight, dtype: torch.dtype) -> Mask:
-        """Returns the mask for the pass's tokens, which see the keys that `sight` says. Raises
-        SpecgenError for a tree with ALiBi."""
+    def of_pass(
+        self, forward_pass: ForwardPass, attention_mask: AttentionMask, dtype: torch.dtype
+    ) -> Mask:
+        """Returns `attention_mask` in the form that the model takes. Raises SpecgenError for a tree
+        with ALiBi."""
         if not self._has_alibi:
-            return self(sight, dtype)
+            return self(attention_mask, dtype)
         if not forward_pass.is_chain:
             raise SpecgenError(
                 "this model's attention uses ALiBi, which cannot run trees",
@@ -461,17 +469,18 @@ class AttentionMasks:
             )
         return None
 
-    def __call__(self, sight: Sight, dtype: torch.dtype) -> Mask:
+    def __call__(self, attention_mask: AttentionMask, dtype: torch.dtype) -> Mask:
         """Returns the mask [1 or batch, 1, n, keys] for n tokens of one sequence or of several, or
         one mask for each attention type."""
         made = {
-            each: sight.mask(each, dtype) for each in {*self._windows.values()} or {self._window}
+            window: attention_mask.additive(window, dtype)
+            for window in {*self._windows.values()} or {self._window}
         }
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
         found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
         if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
-            first = sight.positions // self._chunk * self._chunk
-            before = sight.key_positions[..., None, :] < first[..., :, None]
+            first = attention_mask.positions // self._chunk * self._chunk
+            before = attention_mask.key_positions[..., None, :] < first[..., :, None]
             earlier_chunk = before.view(-1, 1, *before.shape[-2:])
             found["chunked_attention"] = masks[None].masked_fill(
                 earlier_chunk, torch.finfo(dtype).min

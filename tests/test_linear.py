@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from specgen.base.types import QUANTISED
-from specgen.engine.native import products
-from specgen.engine.native.products import (
+from specgen.engine.native import linear
+from specgen.engine.native.linear import (
     GROUP,
-    DenseProduct,
-    Product,
-    ProductFactory,
-    WidenedProduct,
-    packed_product,
+    DenseLinear,
+    Linear,
+    LinearFactory,
+    WidenedLinear,
+    packed_linear,
     packing_works,
     quantised,
     refusal,
     restored,
-    trained_product,
+    trained_linear,
     with_int4_weights,
     with_int8_weights,
     with_rounded_activations,
@@ -43,18 +43,18 @@ needs_rounding = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "kind",
     [
-        DenseProduct,
-        partial(DenseProduct, by_columns=True),
-        WidenedProduct,
-        trained_product,
-        packed_product,
+        DenseLinear,
+        partial(DenseLinear, by_columns=True),
+        WidenedLinear,
+        trained_linear,
+        packed_linear,
     ],
 )
 def test_products_and_sums_with_a_residual(
-    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Product], dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[..., Linear], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(products, "_AT_ONCE", 40 * 70)  # three parts
-    if kind is packed_product and not packing_works(dtype):
+    monkeypatch.setattr(linear, "_AT_ONCE", 40 * 70)  # three parts
+    if kind is packed_linear and not packing_works(dtype):
         pytest.skip(f"{dtype} cannot be packed here")
     generator = torch.Generator().manual_seed(1)
     weight, bias = (
@@ -79,33 +79,33 @@ def test_products_and_sums_with_a_residual(
 
 @needs_packing
 def test_large_weights_are_packed_on_a_cpu() -> None:
-    make = ProductFactory(CPU, torch.float32)
-    assert not isinstance(make(torch.zeros(*BIG)), DenseProduct)
+    make = LinearFactory(CPU, torch.float32)
+    assert not isinstance(make(torch.zeros(*BIG)), DenseLinear)
     small = make(torch.zeros(BIG[0] - 1, BIG[1]))
-    assert isinstance(small, DenseProduct)
+    assert isinstance(small, DenseLinear)
     assert small._transposed.is_contiguous()
     weight = torch.zeros(4, 8, requires_grad=True)
     trained = make(weight)
-    assert isinstance(trained, DenseProduct)
+    assert isinstance(trained, DenseLinear)
     assert trained._transposed.data_ptr() == weight.data_ptr()  # sees the optimizer's steps
     for device, dtype in (("meta", torch.float32), ("cpu", torch.float64)):
-        make = ProductFactory(torch.device(device), dtype)
-        assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseProduct)
+        make = LinearFactory(torch.device(device), dtype)
+        assert isinstance(make(torch.empty(*BIG, dtype=dtype, device=device)), DenseLinear)
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.001, None])
 def test_packed_products_that_are_wrong_or_missing_are_not_used(
     monkeypatch: pytest.MonkeyPatch, change: object
 ) -> None:
-    def broken(weight: torch.Tensor, *_: object) -> Product:
+    def broken(weight: torch.Tensor, *_: object) -> Linear:
         if not callable(change):
             raise RuntimeError("mkldnn is not there")
-        return Product(weight.shape, lambda x: change(torch.nn.functional.linear(x, weight)))
+        return Linear(weight.shape, lambda x: change(torch.nn.functional.linear(x, weight)))
 
-    monkeypatch.setattr(products, "packed_product", broken)
+    monkeypatch.setattr(linear, "packed_linear", broken)
     packing_works.cache_clear()
     try:
-        assert isinstance(ProductFactory(CPU, torch.float32)(torch.randn(*BIG)), DenseProduct)
+        assert isinstance(LinearFactory(CPU, torch.float32)(torch.randn(*BIG)), DenseLinear)
     finally:
         packing_works.cache_clear()
 
@@ -134,7 +134,7 @@ def test_a_rounded_weight_is_off_by_half_a_scale_at_most(kind: str) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounded_products_are_those_of_the_rounded_weight(
-    kind: str, prepare: products.Multiply, dtype: torch.dtype
+    kind: str, prepare: linear.Multiply, dtype: torch.dtype
 ) -> None:
     """But for the rounding of activations: 7 bits of each row's range, or bfloat16. Rows do not
     depend on each other."""
@@ -143,7 +143,7 @@ def test_rounded_products_are_those_of_the_rounded_weight(
     try:
         multiply = prepare(weight)
         multiply(torch.ones(1, 64, dtype=dtype))
-    except products._ERRORS:
+    except linear._ERRORS:
         pytest.skip("this torch or this processor cannot")
     for rows in (1, 2, 5, 40):
         x = torch.randn(rows, 64, generator=generator).to(dtype)
@@ -165,20 +165,20 @@ def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(
         raise RuntimeError("no such operator\nand a stack")
 
     monkeypatch.setattr(
-        products, "with_rounded_activations", lambda weight: lambda x: x @ weight.T * 1.05
+        linear, "with_rounded_activations", lambda weight: lambda x: x @ weight.T * 1.05
     )
-    products._working.cache_clear()
+    linear._working.cache_clear()
     try:
         assert quantised("int8", torch.randn(64, 64)) is not None  # the next way
-        monkeypatch.setattr(products, "with_int8_weights", fails)
-        monkeypatch.setattr(products, "with_int4_weights", fails)
-        products._working.cache_clear()
+        monkeypatch.setattr(linear, "with_int8_weights", fails)
+        monkeypatch.setattr(linear, "with_int4_weights", fails)
+        linear._working.cache_clear()
         assert isinstance(
-            ProductFactory(CPU, torch.float32, quantise="int4")(torch.randn(64, 64)), DenseProduct
+            LinearFactory(CPU, torch.float32, quantise="int4")(torch.randn(64, 64)), DenseLinear
         )
         assert refusal("int8", CPU) == "int8 products failed: no such operator"
     finally:
-        products._working.cache_clear()
+        linear._working.cache_clear()
 
 
 @needs_rounding

@@ -1,5 +1,5 @@
-"""Matrix products with a decoder's weights: torch's own, with weights packed for oneDNN, or with
-weights rounded to 8 or 4 bits.
+"""Linear layers: with torch's own products, with weights packed for oneDNN, or with weights rounded
+to 8 or 4 bits.
 
 Packed: on a CPU, torch computes float32 products of a few rows slowly: two rows take twice as long
 as one. oneDNN, with the weight reordered once into its own block layout, is nearly as fast for 4
@@ -7,8 +7,8 @@ rows as for one, and twice as fast in bfloat16. Inductor compiles to these opera
 document them, so they are tried once before they are used.
 
 Rounded: a pass over few tokens takes as long as reading the weights from memory takes, and these
-are 1 byte or half a byte per number. Rounding is symmetric: in int8 each output row has one scale,
-in int4 each group of 32 numbers of a row. A draft may be rounded freely, because the target
+are 1 byte or half a byte per element. Rounding is symmetric: in int8 each output row has one scale,
+in int4 each group of 32 elements of a row. A draft may be rounded freely, because the target
 verifies what it drafts. torch's operators are private or differ between devices, so each is
 compared with the product of the same rounded weights before it is used.
 """
@@ -27,23 +27,23 @@ from torch import Tensor
 from specgen.base.types import QUANTISED
 
 Multiply = Callable[[Tensor], Tensor]
-GROUP = 32  # numbers that share a scale in int4
+GROUP = 32  # elements that share a scale in int4
 # bytes; smaller float32 weights are not packed: a call costs 10 us more, and torch reads them from
 # the cache
 _SMALL = 4 << 20
 # raised by operators that this torch lacks
 _ERRORS = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 _TINY = torch.finfo(torch.float32).tiny  # a scale of rows of zeros
-_AT_ONCE = 1 << 18  # numbers of a weight that are converted at once, in the processor's cache
+_AT_ONCE = 1 << 18  # elements of a weight that are converted at once, in the processor's cache
 # a product has to keep at least this many bits of each activation, without the sign
 _ACTIVATION_BITS = 6
 
 
-class Product:
-    """A product with a weight [out, in]. `multiply` computes it, [n, in] -> [n, out], and adds a
-    bias [out] if there is one.
+class Linear:
+    """A linear layer with a weight [out, in]. `multiply` computes its output, [n, in] -> [n, out],
+    with the bias [out] if there is one.
 
-    `scale` is the factor on the product in `add_to`, which adds it to the residual stream.
+    `scale` is the factor on the output in `add_to`, which adds it to the residual stream.
     """
 
     def __init__(self, multiply: Multiply, scale: float = 1.0) -> None:
@@ -63,13 +63,13 @@ class Product:
         return hidden.add_(product, alpha=self._scale)
 
 
-# Makes a product from a weight [out, in], a bias [out] or None, and the factor of its output on the
-# residual stream.
-MakeProduct = Callable[[Tensor, Tensor | None, float], Product]
+# Makes a linear layer from a weight [out, in], a bias [out] or None, and the factor of its output
+# on the residual stream.
+MakeLinear = Callable[[Tensor, Tensor | None, float], Linear]
 
 
-class DenseProduct(Product):
-    """A product with a weight in torch's own layout. Differentiable.
+class DenseLinear(Linear):
+    """A linear layer with its weight in torch's own layout. Differentiable.
 
     It keeps a reference to the weight. With `by_columns` it keeps a copy that is stored [in, out],
     with which products of a few rows with small float32 weights take less time.
@@ -102,9 +102,9 @@ class DenseProduct(Product):
         return total if self._bias is None else total.add_(self._bias, alpha=self._scale)
 
 
-class WidenedProduct(DenseProduct):
-    """A product with a weight of a 16-bit dtype, for CPUs without instructions for this dtype. Not
-    differentiable.
+class WidenedLinear(DenseLinear):
+    """A linear layer with a weight of a 16-bit dtype, for CPUs without instructions for this dtype.
+    Not differentiable.
 
     There, torch's product of n rows takes n times as long as that of one row. So from two rows on,
     parts of the weight that fit into the processor's cache are converted to float32, in which
@@ -129,14 +129,14 @@ class WidenedProduct(DenseProduct):
         return hidden.add_(self(x), alpha=self._scale)
 
 
-def trained_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a weight that is being trained, so that no copy of it is made for
+def trained_linear(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
+    """Returns a linear layer with a weight that is being trained, so that no copy of it is made for
     speed. Differentiable."""
-    return Product(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
+    return Linear(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
 
 
-def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-    """Returns a product with a copy of `weight` [out, in] that is reordered for oneDNN's fast
+def packed_linear(weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
+    """Returns a linear layer with a copy of `weight` [out, in] that is reordered for oneDNN's fast
     products on a CPU. Not differentiable.
 
     Raises AttributeError or RuntimeError if this torch lacks the operators or cannot run them for
@@ -145,15 +145,15 @@ def packed_product(weight: Tensor, bias: Tensor | None = None, scale: float = 1.
     multiply = torch.ops.mkldnn._linear_pointwise
     # 8 rows; for 1, float32 stays as it is
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
-    return Product(lambda x: multiply(x, packed, bias, "none", [], ""), scale)
+    return Linear(lambda x: multiply(x, packed, bias, "none", [], ""), scale)
 
 
-class ProductFactory:
-    """Makes the products of one model, in the form that is fastest on its device.
+class LinearFactory:
+    """Makes the linear layers of one model, in the form that is fastest on its device.
 
-    On a CPU, weights are packed (see `packed_product`), in float32 those of 4 MB or more. If packed
+    On a CPU, weights are packed (see `packed_linear`), in float32 those of 4 MB or more. If packed
     products fail or give wrong results here, products in 16-bit dtypes are computed in float32
-    (`WidenedProduct`). `quantise` (`int8`, `int4`) rounds all weights, if this torch has products
+    (`WidenedLinear`). `quantise` (`int8`, `int4`) rounds all weights, if this torch has products
     with such weights that work.
     """
 
@@ -164,19 +164,19 @@ class ProductFactory:
         self._dtype = dtype
         self._quantise = quantise
 
-    def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Product:
-        """Returns the product with `weight` [out, in] and `bias` [out]."""
+    def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
+        """Returns the linear layer with `weight` [out, in] and `bias` [out]."""
         if (
             self._quantise is not None
             and (multiply := quantised(self._quantise, weight, bias)) is not None
         ):
-            return Product(multiply, scale)
+            return Linear(multiply, scale)
         is_small = self._dtype == torch.float32 and weight.nbytes < _SMALL
         if self._on_cpu and not is_small and packing_works(self._dtype):
-            return packed_product(weight, bias, scale)
+            return packed_linear(weight, bias, scale)
         if self._on_cpu and self._dtype.itemsize == 2 and not weight.requires_grad:
-            return WidenedProduct(weight, bias, scale)
-        return DenseProduct(
+            return WidenedLinear(weight, bias, scale)
+        return DenseLinear(
             weight, bias, scale, by_columns=self._on_cpu and is_small and not weight.requires_grad
         )
 
@@ -192,7 +192,7 @@ def packing_works(dtype: torch.dtype) -> bool:
     limit = 2 * torch.finfo(dtype).eps + 4 * sqrt(size) * torch.finfo(torch.float32).eps
     try:
         with torch.no_grad():
-            packed = packed_product(weight)
+            packed = packed_linear(weight)
             expected = torch.nn.functional.linear(x, weight)
             errors = [(packed(x[:rows]) - expected[:rows]).abs().max() for rows in (1, 4)]
     except _ERRORS:
@@ -218,15 +218,15 @@ def rounded_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight [out, in] to int8 numbers from -7 to 7 [out, in], with float32 scales [out,
+    """Rounds a weight [out, in] to int8 from -7 to 7 [out, in], with float32 scales [out,
     in / `GROUP`]. Returns both.
 
-    `GROUP` neighbouring numbers of a row share a scale. Raises ValueError if `in` is no multiple of
-    `GROUP`.
+    `GROUP` neighbouring elements of a row share a scale. Raises ValueError if `in` is no multiple
+    of `GROUP`.
     """
     rows, columns = weight.shape
     if columns % GROUP:
-        raise ValueError(f"rows of {columns} numbers are no groups of {GROUP}")
+        raise ValueError(f"rows of {columns} elements are no groups of {GROUP}")
     groups = weight.detach().float().view(rows, -1, GROUP)
     scales = (groups.abs().amax(2) / 7).clamp_min_(_TINY)
     return (groups / scales[..., None]).round_().to(torch.int8).view(rows, columns), scales
@@ -272,7 +272,7 @@ def with_int4_weights(weight: Tensor) -> Multiply:
     """Returns a function for products with `weight` rounded to int4, which computes with
     activations in bfloat16.
 
-    `GROUP` numbers of a row share a scale.
+    `GROUP` elements of a row share a scale.
     """
     rounded, scales = rounded_groups(weight)
     numbers = rounded.to(torch.int32) + 8
@@ -294,10 +294,10 @@ def with_int4_weights(weight: Tensor) -> Multiply:
     return lambda x: operator(x.to(torch.bfloat16), packed, GROUP, pairs)
 
 
-def quantised_bytes(kind: str, numbers: int, rows: int) -> int:
+def quantised_bytes(kind: str, elements: int, rows: int) -> int:
     """Returns the bytes of a weight rounded to `kind` (`int8`, `int4`), scales included, of so many
-    numbers and output rows."""
-    return numbers + 4 * rows if kind == "int8" else numbers // 2 + 4 * numbers // GROUP
+    elements and output rows."""
+    return elements + 4 * rows if kind == "int8" else elements // 2 + 4 * elements // GROUP
 
 
 def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
