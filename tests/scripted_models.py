@@ -13,7 +13,12 @@ from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.decoding.run import Run, Schedule, Turns
-from specgen.engine.model_runner import AcceptancePredictor, ModelOutput, Runners
+from specgen.engine.model_runner import (
+    TOKEN_BY_TOKEN,
+    AcceptancePredictor,
+    ModelOutput,
+    Runners,
+)
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods.base import Method, Request
 from specgen.methods.drafting_knowledge import AUTO, DraftingCase, DraftingKnowledge
@@ -52,6 +57,7 @@ class TableRunner:
     """A model runner whose logits [vocabulary] depend on the last two tokens alone: a row of a
     random table."""
 
+    traits = TOKEN_BY_TOKEN
     vocab_size = num_embeddings = VOCAB
     context_limit = 1000
     device = torch.device("cpu")

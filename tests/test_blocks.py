@@ -19,7 +19,7 @@ from runner_checks import path_to
 from scripted_models import scripted_run
 
 import specgen
-from specgen import demo
+from specgen import demo, methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.drafting import Setup
@@ -28,6 +28,8 @@ from specgen.decoding.policy_base import Fixed
 from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
+from specgen.methods.base import DraftModelMethod, PartMethod, drafting_case
+from specgen.pair.pair import Pair
 
 THREE = (3, 3)
 
@@ -153,6 +155,23 @@ def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> N
         pytest.raises(SpecgenError, match="pard_token is 99999"),
     ):
         pair.generate("def f(", "sd")
+
+
+def test_adaptive_counts_one_pass_a_draft_where_this_pass_drafts_a_block(tmp_path: Path) -> None:
+    """A PARD model and the head of the method `block` draft so; Medusa's heads are small."""
+
+    def in_blocks(pair: Pair, name: str) -> bool:
+        method = methods.find(name)
+        assert isinstance(method, DraftModelMethod | PartMethod)
+        request = pair.request([1, 2], name, SamplingParams(), policy="adaptive")
+        return drafting_case(pair.models, request, method.setup(pair.models, request)).in_blocks
+
+    with specgen.load() as pair:
+        blocks = {name: in_blocks(pair, name) for name in ("sd", "block", "medusa", "eagle")}
+    assert blocks == {"sd": False, "block": True, "medusa": False, "eagle": False}
+    target = str(demo.folder("target"))
+    with specgen.load(target, pard_draft(tmp_path / "draft", 0), dtype="float32") as pair:
+        assert in_blocks(pair, "sd")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,6 +18,7 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.marginal_tree import MarginalTreeDrafter, candidate_tree
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.forward_pass import ModelOutput, depths
+from specgen.engine.model_runner import DraftTraits
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -45,14 +46,12 @@ def test_the_tree_has_the_paths_of_highest_value(seed: int) -> None:
 class HeadTable(SmallRunner):
     """Heads whose logits depend on the context's last two tokens, and not on drafted tokens."""
 
-    longest_draft = 3
+    traits = DraftTraits(longest_draft=3)
     rank_accuracies = ((0.5, 0.3, 0.1), (0.5, 0.4, 0.1), (0.5, 0.5))
 
     def __init__(self, seed: int, size: int, *, zero: bool = False) -> None:
         super().__init__(seed, size, zero=zero)
-        self._tables = [
-            SmallRunner(seed + head, size, zero=zero) for head in range(self.longest_draft)
-        ]
+        self._tables = [SmallRunner(seed + head, size, zero=zero) for head in range(3)]
 
     def logits(
         self, context: Context, draft: Sequence[int] = (), parents: Any = None, *, start: int = 0

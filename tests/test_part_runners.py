@@ -120,7 +120,7 @@ def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) 
     part = Part(layout, **options)
     rng = random.Random(str(options))
     context = Context([1, *(rng.randrange(3, 40) for _ in range(6))])
-    deepest = getattr(part.made.draft, "longest_draft", 9) - 1
+    deepest = (part.made.draft.traits.longest_draft or 9) - 1
     for number in range(6):
         if number == 4:
             context = Context([*context.ids[:5], rng.randrange(3, 40)])

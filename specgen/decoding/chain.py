@@ -60,7 +60,7 @@ class ModelDrafter(DraftModelUser):
     def __init__(
         self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0
     ) -> None:
-        if setup.draft is not None and not getattr(setup.draft, "draws", True):
+        if setup.draft is not None and not setup.draft.traits.draws:
             setup = replace(setup, sampling=SamplingParams())
         super().__init__(setup, depth=depth)
         self._cape = cape

@@ -16,7 +16,7 @@ import torch
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import token_sampling
 from specgen.decoding.policy_base import LengthPolicy
-from specgen.engine.model_runner import longest_draft, room
+from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
@@ -152,7 +152,7 @@ class DraftModelUser:
         self._runner: DraftRunner = setup.draft
         self._setup = setup
         self._depth = depth
-        self._longest = longest_draft(setup.draft)
+        self._longest = setup.draft.traits.longest_draft
         self._sampling = setup.sampling
         self._eos_ids = setup.eos_ids
         self._vocab_size = setup.vocab_size

@@ -13,7 +13,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
-from specgen.engine.model_runner import ModelRunner
+from specgen.engine.model_runner import DraftTraits, ModelRunner
 from specgen.engine.penalties import PenaltyProcessor
 
 LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
@@ -25,15 +25,15 @@ class BlockRunner(ABC):
 
     They are computed once for each context, as rows: row m predicts the token on level m of a
     draft, from 0. So the logits after the context are row 0, and those after a drafted token on
-    level m are row m + 1. `longest_draft` is the number of rows. `independent`: no row depends on
-    the tokens drafted before it. `draws`: in sampling, the tokens of a chain are drawn from the
-    rows; otherwise the likeliest are taken, of which more are accepted where rows are independent
-    (drawn tokens need not fit to each other). `like` is a runner whose context limit, vocabulary
-    and device this one has; `penalties` change the logits from which tokens are chosen.
+    level m are row m + 1. `longest_draft` is the number of rows. For `independent`, `draws` and
+    `drafts_blocks` see `DraftTraits`: where rows are independent, drawn tokens need not fit to each
+    other, and more of the likeliest ones are accepted. `like` is a runner whose context limit,
+    vocabulary and device this one has; `penalties` change the logits from which tokens are chosen.
     """
 
     independent = True
     draws = False
+    drafts_blocks = True
 
     def __init__(self, like: Any, longest_draft: int, penalties: PenaltyProcessor | None) -> None:
         self.context_limit = like.context_limit
@@ -44,6 +44,10 @@ class BlockRunner(ABC):
         self._penalties = penalties
         # a context, its length, the rows after it
         self._computed: tuple[Context, int, ModelOutput] | None = None
+
+    @property
+    def traits(self) -> DraftTraits:
+        return DraftTraits(self.longest_draft, self.draws, self.independent, self.drafts_blocks)
 
     @inference
     def logits(

@@ -34,14 +34,35 @@ from specgen.engine.penalties import PenaltyProcessor
 _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 
 
+class DraftTraits(NamedTuple):
+    """How a runner drafts. The defaults are those of a model that runs token by token.
+
+    `longest_draft` is the most tokens (levels, for a tree) in a draft; None: as many as the context
+    limit allows. `draws`: in sampling, a chain's tokens are drawn from its logits; otherwise the
+    likeliest are taken. `independent`: no logits depend on the tokens drafted before.
+    `drafts_blocks`: one pass computes a whole draft, so that a longer one costs hardly more.
+    """
+
+    longest_draft: int | None = None
+    draws: bool = True
+    independent: bool = False
+    drafts_blocks: bool = False
+
+
+TOKEN_BY_TOKEN = DraftTraits()
+
+
 class DraftRunner(Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that
     the model has embeddings for, `vocab_size` the number of logits per position. A runner may also
-    have a number `longest_draft`, the most tokens (levels, for a tree) that it can draft, and a
-    method `room(context)`, which replaces the usual rule for how many tokens fit after a context.
+    have a method `room(context)`, which replaces the usual rule for how many tokens fit after a
+    context.
     """
+
+    @property
+    def traits(self) -> DraftTraits: ...
 
     @property
     def context_limit(self) -> int: ...
@@ -103,13 +124,6 @@ class AcceptancePredictor(Protocol):
         ...
 
 
-def longest_draft(runner: DraftRunner) -> int | None:
-    """Returns the most tokens (levels, for a tree) that the runner can draft; None: as many as its
-    context limit allows."""
-    number: int | None = getattr(runner, "longest_draft", None)
-    return number
-
-
 def room(runner: DraftRunner, context: Context) -> int:
     """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative
     if the context is too long.
@@ -159,6 +173,8 @@ class ModelRunner:
     function that runs the model; None: the whole model. `cache` is another runner's KV cache to
     share; None makes a new one. `context_limit` is the longest context in tokens.
     """
+
+    traits = TOKEN_BY_TOKEN
 
     def __init__(
         self,

@@ -378,7 +378,7 @@ def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCas
     """Returns what the costs of the run's drafts depend on, apart from the machine."""
     method = request.method
     has_model = method.is_parallel or setup.draft is not None
-    in_blocks = getattr(setup.draft, "drafts_blocks", False)
+    in_blocks = setup.draft is not None and setup.draft.traits.drafts_blocks
     if method.is_parallel:
         in_blocks = models.draft is not None and models.draft.drafts_blocks
     return DraftingCase(

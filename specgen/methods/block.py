@@ -12,6 +12,7 @@ from specgen.methods.base import PartMethod, Tuning, make_run
 from specgen.methods.model_drafts import ADAPTIVE_GRID, HEAD, SVIP_GRID
 
 if TYPE_CHECKING:
+    from specgen.decoding.drafting import Drafter
     from specgen.decoding.run import Run
     from specgen.methods.base import Request
     from specgen.models.models import Models
@@ -42,12 +43,11 @@ class Block(PartMethod):
         continuations where a row depends on the token before."""
         setup = self.setup(models, request)
         nodes = int(request.settings.values["nodes"])
+        drafter: Drafter
         if nodes == 0:
-            return make_run(models, request, setup, decoding.ModelDrafter(setup))
-        if getattr(setup.draft, "independent", False):
-            return make_run(
-                models, request, setup, decoding.MarginalTreeDrafter(setup, nodes=nodes)
-            )
-        return make_run(
-            models, request, setup, decoding.TopKTreeDrafter(setup, width=_WIDTH, nodes=nodes)
-        )
+            drafter = decoding.ModelDrafter(setup)
+        elif setup.draft is not None and setup.draft.traits.independent:
+            drafter = decoding.MarginalTreeDrafter(setup, nodes=nodes)
+        else:
+            drafter = decoding.TopKTreeDrafter(setup, width=_WIDTH, nodes=nodes)
+        return make_run(models, request, setup, drafter)

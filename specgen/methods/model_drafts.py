@@ -61,8 +61,8 @@ def model_drafter(setup: Setup, settings: Settings) -> Drafter:
     a tree."""
     depth = _number(settings, "depth")
     nodes = _number(settings, "nodes")
-    # PARD
-    if settings.drafts_tree and nodes is not None and getattr(setup.draft, "independent", False):
+    is_independent = setup.draft is not None and setup.draft.traits.independent  # PARD's logits
+    if settings.drafts_tree and nodes is not None and is_independent:
         return decoding.MarginalTreeDrafter(setup, nodes=nodes, depth=depth)
     if settings.drafts_tree:
         return decoding.TopKTreeDrafter(

@@ -16,7 +16,7 @@ from specgen.engine.forward_pass import ModelOutput
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
-    from specgen.engine.model_runner import DraftRunner
+    from specgen.engine.model_runner import DraftRunner, DraftTraits
     from specgen.tune.round_timing import ReferenceOutput
 
 MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are computed again
@@ -41,6 +41,10 @@ class MemoisedRunner:
         self._kept = kept
         self._joins = joins
         self.calls = 0
+
+    @property
+    def traits(self) -> DraftTraits:
+        return self._runner.traits
 
     @property
     def context_limit(self) -> int:
@@ -131,8 +135,6 @@ class DrawnRunner:
     otherwise it is drawn from the positive part of q - p. After other tokens it is drawn from q.
     """
 
-    draws = False  # drafters take the likeliest token
-
     def __init__(
         self,
         draft: MemoisedRunner,
@@ -147,6 +149,10 @@ class DrawnRunner:
         self._sampling = sampling
         self._seed = seed
         self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
+
+    @property
+    def traits(self) -> DraftTraits:
+        return self._draft.traits._replace(draws=False)  # drafters take the likeliest token
 
     @property
     def context_limit(self) -> int:

@@ -194,7 +194,7 @@ class SimulatedModels:
         memoised = MemoisedRunner(draft, self._outputs, joins=is_model)
         prefill_seconds = draft_prefill_seconds(real.target, draft, reference)
         drawn = None
-        if not self._sampling.greedy and getattr(draft, "draws", True):
+        if not self._sampling.greedy and draft.traits.draws:
             drawn = DrawnRunner(
                 memoised, self._plain, reference, self._sampling, self._sampling.seed or 0
             )

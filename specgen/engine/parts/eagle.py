@@ -22,7 +22,7 @@ from specgen.engine.block_runner import penalised
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
 from specgen.engine.model import Model
-from specgen.engine.model_runner import ModelRunner, Runners
+from specgen.engine.model_runner import DraftTraits, ModelRunner, Runners
 from specgen.engine.native.attention import attend_batch
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import Attention, NativeLayer, norm_function
@@ -209,7 +209,7 @@ class EagleRunner(DecoderRunner):
     With several drafting layers, layer k pairs each token with what layer k - 1 predicts at the
     token before it, so its first pair is that of token k + 1. Drafted tokens of level m, from 1,
     are run by the layers from m on, and layer m gives their logits. This needs no features after
-    the context's, and `longest_draft` is the number of layers.
+    the context's, and the longest draft is the number of layers.
 
     As with `ModelRunner`, each call may have another context, and the runner stays usable after an
     interrupted call. In a context of one token, which has no pair, the token is paired with zeros.
@@ -251,7 +251,7 @@ class EagleRunner(DecoderRunner):
             if weights.vocabulary is not None:
                 self._vocabulary = weights.vocabulary.to(self.device)
         if len(self._stages) > 1:
-            self.longest_draft = len(self._stages)
+            self.traits = DraftTraits(longest_draft=len(self._stages))
         self._rows = [KeptRows() for _ in self._stages]
         self._normed: Callable[[Tensor], Tensor] | None = None  # of the LM head's input
         if not getattr(weights, "norm_output", False):

@@ -28,6 +28,7 @@ class MedusaRunner(BlockRunner):
     """
 
     draws = True
+    drafts_blocks = False  # heads are small: what matters of their cost is that of their tokens
 
     def __init__(
         self,

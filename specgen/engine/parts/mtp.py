@@ -34,6 +34,7 @@ from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
 from specgen.engine.model import Model
 from specgen.engine.model_loading import LoadedModel
+from specgen.engine.model_runner import TOKEN_BY_TOKEN
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
 from specgen.engine.native.config_reading import attention_architecture, read_architecture
@@ -306,6 +307,8 @@ class AssistantRunner:
     position of that token. So no drafted token sees another, and each level of a draft takes a
     pass.
     """
+
+    traits = TOKEN_BY_TOKEN
 
     def __init__(
         self,

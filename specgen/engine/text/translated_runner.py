@@ -13,7 +13,7 @@ import torch
 from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents
-from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translation import Translation
 
@@ -37,6 +37,7 @@ class TranslatedRunner:
     """
 
     num_embeddings = sys.maxsize
+    traits = TOKEN_BY_TOKEN
 
     def __init__(
         self,
