@@ -45,8 +45,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model import Model
-from specgen.engine.model_loading import LoadedModel
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.native_model import load_native
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights, Predictor

@@ -6,7 +6,7 @@ from typing import Any
 
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import ParallelCosts
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.methods.base import Request, drafting_case, make_setup
 from specgen.methods.drafting_knowledge import DraftingCase, DraftingKnowledge
 from specgen.methods.pass_times import PassTimes

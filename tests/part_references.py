@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts import eagle as eagle_runners
 from specgen.engine.parts import own_layers

@@ -23,8 +23,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.engine.devices import pick_draft_device
-from specgen.engine.dtype_choice import DtypeChoice
-from specgen.engine.model_loading import ModelSource, prepare
+from specgen.engine.model_files import ModelSource, find_model
+from specgen.engine.precision import Precision
 from specgen.engine.spread import placement
 from specgen.engine.spread.placement import ModelMemory, Room, model_memory, place, plan
 from specgen.engine.transformers.loading import module_devices
@@ -34,7 +34,7 @@ from specgen.tune.pair_inspection import model_facts
 GIB = 1 << 30
 MIB = 1 << 20
 OVERHEAD = 1 << 29
-FLOAT32 = DtypeChoice(torch.float32, "")
+FLOAT32 = Precision(torch.float32, "")
 TARGET = ModelSource(str(demo.folder("target")))
 PROMPT = "def add(a, b):\n"
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -132,14 +132,14 @@ def test_every_plan_is_valid(
 
 
 def test_the_planned_bytes_are_those_of_the_files() -> None:
-    target = prepare(TARGET, lambda _: None)
+    target = find_model(TARGET, lambda _: None)
     numbers = model_facts(target, CPU, FLOAT32).parameters
-    for choice, size in ((FLOAT32, 4), (DtypeChoice(torch.bfloat16, ""), 2)):
+    for choice, size in ((FLOAT32, 4), (Precision(torch.bfloat16, ""), 2)):
         found = model_memory(target, CPU, choice, 100)
         assert found.weights == size * numbers
         assert found.cache == 100 * target.shape.kv_bytes_per_token(size) // target.shape.num_layers
     for kind in ("int8", "int4"):  # a draft's
-        rounded = replace(FLOAT32, quantise=kind)
+        rounded = replace(FLOAT32, rounding=kind)
         memory = model_memory(target, CPU, rounded, 100)
         assert memory.weights == model_facts(target, CPU, rounded).weight_bytes < 2 * numbers
         assert not memory.tied

@@ -15,7 +15,7 @@ from worker_helpers import PROMPT, posix, save_pair
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import model_loading
+from specgen.engine import loaded_model
 from specgen.pair import loading
 
 NOTHING: dict[str, Any] = {}
@@ -30,13 +30,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def loaded_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the draft models whose weights this process has loaded, longest ago first."""
     names: list[str] = []
-    load: Any = model_loading.load_weights
+    load: Any = loaded_model.load_weights
 
-    def load_and_note(prepared: Any, *given: Any) -> Any:
-        names.extend([prepared.name] if Path(prepared.name).name == "draft" else [])
-        return load(prepared, *given)
+    def load_and_note(files: Any, *given: Any) -> Any:
+        names.extend([files.name] if Path(files.name).name == "draft" else [])
+        return load(files, *given)
 
-    monkeypatch.setattr(model_loading, "load_weights", load_and_note)
+    monkeypatch.setattr(loaded_model, "load_weights", load_and_note)
     return names
 
 
@@ -120,7 +120,7 @@ def test_a_process_drafts_unless_both_models_share_an_accelerator(
     cpu = torch.device("cpu")
     monkeypatch.setattr(loading.DraftWorker, "of_process", lambda *_: "process")
     drafts: list[Any] = [
-        SimpleNamespace(refusal=None, prepared=None, device=on, dtype=None, translation=None)
+        SimpleNamespace(refusal=None, files=None, device=on, precision=None, translation=None)
         for on in (cpu, second, first)
     ]
     for process in ("process", None):

@@ -167,7 +167,7 @@ def test_no_difference_between_exact_outputs_is_a_tie() -> None:
     target = SimpleNamespace(
         reference_logits=lambda *_: torch.tensor([1.0, 1.0, 0.0]),
         dtype_name="bfloat16",
-        prepared=SimpleNamespace(experts=None),
+        files=SimpleNamespace(experts=None),
     )
     pair: Any = SimpleNamespace(target=target)
     rounding = judge(pair, 0, 0, [1], [0], [1])

@@ -27,7 +27,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.cli.app import app
 from specgen.engine import weights
-from specgen.engine.model_loading import ModelSource, describe, prepare
+from specgen.engine.model_files import ModelSource, describe, find_model
 from specgen.engine.model_runner import Runners
 from specgen.models.loaded_models import LoadedModels
 from specgen.pair import finding, loading, trial
@@ -51,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searched(place: Path) -> Search:
     devices = [torch.device("cpu")] * 2
     dtypes = "float32", None
-    return search(prepare(ModelSource(str(place / "big")), lambda _: None), devices, dtypes)
+    return search(find_model(ModelSource(str(place / "big")), lambda _: None), devices, dtypes)
 
 
 def names(place: Path) -> list[str]:
@@ -219,14 +219,14 @@ def test_a_smaller_gguf_file_beside_a_gguf_target_drafts(place: Path, layout: st
     little = write_model(model_of("qwen2"), "qwen2", folders[1] / "little.gguf", "F32")
     twin = write_model(module, "qwen2", folders[0] / "twin.gguf", "Q4_0") if not own else None
     target = folders[0] if layout == "the folder is named" else large
-    found = search(prepare(ModelSource(str(target)), lambda _: None)).found
+    found = search(find_model(ModelSource(str(target)), lambda _: None)).found
     assert [each.folder for each in found] == [little]
     assert twin not in [each.folder for each in found], "as large, although its file is smaller"
     (place / "big" / "config.json").unlink()
     (place / "small" / "config.json").unlink()
     for name in ("music", "letters"):
         (place / name).mkdir()
-    assert search(prepare(ModelSource(str(target)), lambda _: None)).found == []
+    assert search(find_model(ModelSource(str(target)), lambda _: None)).found == []
 
 
 def test_gguf_files_in_the_hub_cache_draft_if_they_fit(place: Path) -> None:
@@ -241,7 +241,7 @@ def test_gguf_files_in_the_hub_cache_draft_if_they_fit(place: Path) -> None:
     alone = place.parent / "alone"
     alone.mkdir()
     target = write_model(module, "qwen2", alone / "target.gguf", "Q8_0")
-    (found,) = search(prepare(ModelSource(str(target)), lambda _: None)).found
+    (found,) = search(find_model(ModelSource(str(target)), lambda _: None)).found
     assert (found.folder, found.kind, found.name) == (
         little,
         "draft model",
@@ -371,9 +371,9 @@ def test_no_type_of_model_ends_a_run_as_a_neighbour_or_has_a_traceback_as_a_targ
         folder = of_type(
             place.parent / "hub" / f"models--a--{model_type}" / "snapshots" / "x", model_type
         )
-        for use in (describe, lambda folder, source: prepare(source, lambda _: None)):
+        for use in (describe, lambda folder, source: find_model(source, lambda _: None)):
             with suppress(SpecgenError):
-                use(folder, ModelSource(str(folder), model_type))
+                use(folder, ModelSource(str(folder)))
         shutil.copytree(folder, place / model_type)
     assert names(place) == ["small"]
 

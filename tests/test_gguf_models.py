@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import dtype_choice
+from specgen.engine import precision
 from specgen.engine.gguf import tensors
 from specgen.engine.gguf.blocks import GgufTensor, read_tensor
 from specgen.engine.gguf.tensors import GgufTensors
@@ -79,7 +79,7 @@ def test_a_file_gives_the_output_of_the_model_that_was_written(
         for name, weight in weights(module).items():  # norms lose a bit by 1 added and subtracted
             torch.testing.assert_close(weight, before[name], rtol=0, atol=5e-7)
     with specgen.load(str(path), dtype="float32") as pair:
-        assert pair.target.backend == "native"
+        assert pair.target.files.backend == "native"
         check_same_output(pair, module)
 
 
@@ -113,7 +113,7 @@ def test_the_published_file_answers_as_in_transformers(published: Any) -> None:
         )
     options = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
     expected = module.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-    assert published.target.backend == "native"
+    assert published.target.files.backend == "native"
     assert len(expected) > 8
     for method in ("ar", "adaptive"):
         assert (
@@ -159,7 +159,7 @@ def test_transformers_runs_files_of_known_architectures_without_reading_them(
     path = write_model(module, family, tmp_path / "model.gguf")
     monkeypatch.setattr(loading, "find_spec", lambda _: None)  # neither gguf nor accelerate
     with specgen.load(str(path), dtype="float32", backend="transformers") as pair:
-        assert pair.target.backend == "transformers"
+        assert pair.target.files.backend == "transformers"
         check_same_output(pair, module)
 
 
@@ -171,7 +171,7 @@ def test_transformers_reads_files_of_other_architectures(tmp_path: Path) -> None
         module, "starcoder2", tmp_path / "model.gguf", **tokenizer_metadata(rows=ROWS)
     )
     with specgen.load(str(path), dtype="float32") as pair:
-        assert pair.target.backend == "transformers"
+        assert pair.target.files.backend == "transformers"
         check_same_output(pair, module)
         prompt = torch.tensor([PROMPT])
         options = {
@@ -237,12 +237,12 @@ def test_quantised_values_become_bfloat16_where_float32_takes_too_much_memory(
     path = write_model(model_of("qwen2"), "qwen2", tmp_path / "model.gguf", "Q8_0")
     with specgen.load(str(path)) as pair:
         assert pair.target.dtype == torch.float32
-    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 4 << 20)
+    monkeypatch.setattr(precision, "total_memory", lambda: 4 << 20)
     with specgen.load(str(path)) as pair:
         assert pair.target.dtype == torch.bfloat16
         assert "runs in bfloat16: in float32 it would take" in str(pair.target.warning)
     monkeypatch.undo()
-    monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1 << 20)
+    monkeypatch.setattr(precision, "free_memory", lambda _: 1 << 20)
     with pytest.raises(RunError, match="of memory in float32"):
         specgen.load(str(path))
 

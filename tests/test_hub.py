@@ -32,7 +32,7 @@ from specgen.cli.app import app
 from specgen.cli.opening import choose_found, with_tuned_draft
 from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
-from specgen.engine.model_loading import ModelSource, prepare
+from specgen.engine.model_files import ModelSource, find_model
 from specgen.pair.finding import hint, search
 from specgen.pair.profile import save as save_profile
 from specgen.pair.profile_place import default_folder, profile_key_of
@@ -239,7 +239,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_can_draft_is_found_beside_the_model_and_in_the_cache(place: Path) -> None:
-    small, head = search(prepare(ModelSource(str(place / "big")), lambda _: None)).found
+    small, head = search(find_model(ModelSource(str(place / "big")), lambda _: None)).found
     assert (small.kind, small.name, small.why) == (
         "draft model",
         str(place / "small"),

@@ -19,10 +19,10 @@ import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.engine import devices, dtype_choice
+from specgen.engine import devices, precision
 from specgen.engine.devices import ThreadChoice, pick_threads
-from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.model_loading import ModelSource, PreparedModel, describe
+from specgen.engine.model_files import ModelFiles, ModelSource, describe
+from specgen.engine.precision import choose_precision
 from specgen.methods import METHODS
 from specgen.pair.pair import Pair
 
@@ -215,16 +215,18 @@ def test_invalid_bytes_hold_back_only_a_few_tokens(demo_pair: Pair) -> None:
 CPU = torch.device("cpu")
 
 
-def stored_in_bfloat16(folder: Path, backend: str = "auto") -> PreparedModel:
+def stored_in_bfloat16(folder: Path, backend: str = "auto") -> ModelFiles:
     save(make_model("qwen3").to(torch.bfloat16), folder)
     return describe(folder, ModelSource(str(folder), backend=backend))
 
 
 def choice_of(
-    name: str, model: PreparedModel, stored: str, device: torch.device = CPU
+    name: str, model: ModelFiles, stored: str, device: torch.device = CPU
 ) -> tuple[torch.dtype, str]:
     """The chosen dtype and its reason, for a model whose config names the dtype `stored`."""
-    choice = choose_dtype(name, replace(model, shape=replace(model.shape, dtype=stored)), device)
+    choice = choose_precision(
+        name, replace(model, shape=replace(model.shape, dtype=stored)), device
+    )
     return choice.dtype, choice.reason
 
 
@@ -234,7 +236,7 @@ def test_the_dtype_follows_from_a_rule(
 ) -> None:
     model = stored_in_bfloat16(tmp_path, backend)
     bytes_in_float32 = 4 * sum(model.parameters.values())
-    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 2 * bytes_in_float32)
+    monkeypatch.setattr(precision, "total_memory", lambda: 2 * bytes_in_float32)
     everywhere = torch.float32, "the dtype of all models on a CPU"
     own = "the dtype of its weights"
     assert choice_of("auto", model, "bfloat16") == everywhere
@@ -249,8 +251,8 @@ def test_a_model_that_is_too_large_in_float32_runs_as_it_is_stored_and_a_line_sa
 ) -> None:
     model = stored_in_bfloat16(tmp_path)
     bytes_in_float32 = 4 * sum(model.parameters.values())
-    monkeypatch.setattr(dtype_choice, "total_memory", lambda: int(1.5 * bytes_in_float32))
-    assert choose_dtype("auto", model, CPU).warning is not None
+    monkeypatch.setattr(precision, "total_memory", lambda: int(1.5 * bytes_in_float32))
+    assert choose_precision("auto", model, CPU).warning is not None
     options = ("generate", "-t", str(tmp_path), "--device", "cpu", "-m", "ar", "-n", "2", "abc")
     code, _, err = run_main(monkeypatch, capfd, *options)
     assert code == 0
@@ -258,15 +260,15 @@ def test_a_model_that_is_too_large_in_float32_runs_as_it_is_stored_and_a_line_sa
         f"{tmp_path} runs in bfloat16, as it is stored: in float32 it would take 0.0 GiB of this"
         in err
     )
-    monkeypatch.setattr(dtype_choice, "total_memory", lambda: 2 * bytes_in_float32)
-    assert choose_dtype("auto", model, CPU).warning is None
+    monkeypatch.setattr(precision, "total_memory", lambda: 2 * bytes_in_float32)
+    assert choose_precision("auto", model, CPU).warning is None
 
 
 def test_memory_that_others_have_taken_ends_the_run_and_never_changes_the_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stored_in_bfloat16(tmp_path)
-    monkeypatch.setattr(dtype_choice, "free_memory", lambda _: 1024)
+    monkeypatch.setattr(precision, "free_memory", lambda _: 1024)
     options = (
         "generate",
         "-t",

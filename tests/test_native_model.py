@@ -41,7 +41,7 @@ from specgen import demo
 from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
 from specgen.engine.model import of_transformers
-from specgen.engine.model_loading import ModelSource, describe
+from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import _defaults, read_architecture
@@ -185,7 +185,7 @@ def test_text_parts_of_models_with_vision(tmp_path: Path, wrapper: str) -> None:
     assert pair.generate(ids, "lookup", SamplingParams(5, ignore_eos=True)).token_ids == plain(
         module, ids, 5, eos_token_id=-1
     )
-    assert not any("vision" in name for name in pair.target.prepared.parameters)
+    assert not any("vision" in name for name in pair.target.files.parameters)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_it_is_one_line_and_exit_code_1(
         f"error: out of memory: {first}. Try a smaller model or --dtype bfloat16\n",
     )
     for backend, loader in (
-        ("native", "specgen.engine.model_loading.load_native"),
+        ("native", "specgen.engine.loaded_model.load_native"),
         ("transformers", "torch.nn.Module.to"),
     ):
         with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from specgen import demo, methods
 from specgen.base.measuring import timed
 from specgen.base.types import Context
 from specgen.decoding.parallel_costs import LONGEST_WINDOW
-from specgen.engine.model_loading import ModelSource
+from specgen.engine.model_files import ModelSource
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.tune import pair_inspection
@@ -58,7 +58,7 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(
     caches = 0
     for role, model in (("target", demo_pair.target), ("draft", demo_pair.draft)):
         parameters = sum(weight.numel() for weight in model.transformers_module.parameters())
-        assert parameters == sum(model.prepared.parameters.values())
+        assert parameters == sum(model.files.parameters.values())
         assert line[role]["parameters"] == parameters
         assert line[role]["weight_bytes"] == 4 * parameters
         assert line[role]["context_limit"] == model.context_limit
@@ -231,7 +231,7 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
 
 
 def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [ModelSource(str(demo.folder(role)), role) for role in demo.ROLES]
+    sources = [ModelSource(str(demo.folder(role))) for role in demo.ROLES]
     free = {"cpu": 12 << 20, "mps": 900 << 10}
     monkeypatch.setattr(pair_inspection, "free_memory", lambda device: free[device.type])
     for draft, own in (("cpu", None), ("mps", 900 << 10)):

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from training_helpers import opened
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.parts.part import MedusaWeights
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
 from specgen.engine.weights import weights_fingerprint

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine.dtype_choice import choose_dtype
-from specgen.engine.model_loading import ModelSource, PreparedModel, load_model, prepare
+from specgen.engine.loaded_model import load_model
+from specgen.engine.model_files import ModelFiles, ModelSource, find_model
+from specgen.engine.precision import Precision, choose_precision
 from specgen.engine.spread.placement import model_memory
 from specgen.pair.pair import Pair
 
@@ -78,8 +79,8 @@ def int8(folders: dict[str, Path]) -> Iterator[Pair]:
         yield pair
 
 
-def target_of(folder: Path, **changes: Any) -> PreparedModel:
-    return prepare(ModelSource(str(folder), **changes), lambda _: None)
+def target_of(folder: Path, **changes: Any) -> ModelFiles:
+    return find_model(ModelSource(str(folder), **changes), lambda _: None)
 
 
 def test_the_native_backend_and_exact_refuse_it(
@@ -131,9 +132,9 @@ def test_the_weights_stay_quantised(
     those of the file."""
     module: Any = int8.target.model.module  # type: ignore[attr-defined]
     assert type(module.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
-    prepared = target_of(folders["target"])
+    files = target_of(folders["target"])
     assert (
-        choose_dtype("auto", prepared, CPU).reason
+        choose_precision("auto", files, CPU).reason
         == "the dtype of its weights that are not quantised"
     )
     found = json.loads(
@@ -205,17 +206,17 @@ def block_fp8(folder: Path, out: Path, block: int = 16) -> Path:
 
 def test_fp8_is_dequantised_on_a_cpu(plain_folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    prepared = target_of(block_fp8(plain_folders["target"], tmp_path / "fp8"))
-    assert prepared.dequantises_on(CPU)
-    assert choose_dtype("auto", prepared, CPU).dtype == torch.float32
-    planned = model_memory(prepared, CPU, choose_dtype("float32", prepared, CPU), 100)
-    model = load_model(prepared, CPU, torch.float32, lambda _: None).model
-    assert planned.weights == 4 * sum(prepared.parameters.values())
+    files = target_of(block_fp8(plain_folders["target"], tmp_path / "fp8"))
+    assert files.dequantises_on(CPU)
+    assert choose_precision("auto", files, CPU).dtype == torch.float32
+    planned = model_memory(files, CPU, choose_precision("float32", files, CPU), 100)
+    model = load_model(files, Precision(torch.float32), [CPU], lambda _: None).model
+    assert planned.weights == 4 * sum(files.parameters.values())
     assert {weight.dtype for weight in model.module.parameters()} == {torch.float32}  # type: ignore[attr-defined]
     reference = load_model(
         target_of(plain_folders["target"], backend="transformers"),
-        CPU,
-        torch.float32,
+        Precision(torch.float32),
+        [CPU],
         lambda _: None,
     ).model
     ours, own = (each.reference_logits(PROMPT) for each in (model, reference))

@@ -13,9 +13,9 @@ from worker_helpers import posix
 
 import specgen
 from specgen.base.types import QUANTISED, SamplingParams
-from specgen.engine.dtype_choice import choose_draft_dtype
 from specgen.engine.native import linear
 from specgen.engine.native.linear import DenseLinear, refusal
+from specgen.engine.precision import choose_draft_precision
 from specgen.pair.pair import Pair
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_the_bundled_draft_loses_little_acceptance(demo_pair: Pair) -> None:
         )
         assert rounded > 0.8 * stored
         assert pair.draft is not None
-        assert choose_draft_dtype("bfloat16", "float32", pair.draft.prepared, CPU).quantise is None
+        assert choose_draft_precision("bfloat16", "float32", pair.draft.files, CPU).rounding is None
 
 
 def test_without_working_products_the_draft_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

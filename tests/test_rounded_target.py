@@ -15,7 +15,7 @@ from tuning_helpers import outcome
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import dtype_choice
+from specgen.engine import precision
 from specgen.engine.native.linear import rows_are_independent
 from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
@@ -126,8 +126,8 @@ def test_commands_say_that_the_target_is_rounded(
 def test_int8_targets_are_refused_where_rows_depend_on_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dtype_choice, "refusal", lambda *_: None)
-    monkeypatch.setattr(dtype_choice, "rows_are_independent", lambda *_: False)
+    monkeypatch.setattr(precision, "refusal", lambda *_: None)
+    monkeypatch.setattr(precision, "rows_are_independent", lambda *_: False)
     with pytest.raises(
         SpecgenError,
         match=r"--dtype int8 needs .* and its products of one token depend on the other tokens",

@@ -177,7 +177,7 @@ def test_what_a_repeatable_request_takes_follows_from_sizes(loaded: Pair) -> Non
     pair = fresh(loaded)
     run = pair.run(pair.request(PROMPT, "pearl", SEEDED))
     assert pair.draft is not None
-    share = pair.draft.prepared.active_parameters / pair.target.prepared.active_parameters
+    share = pair.draft.files.active_parameters / pair.target.files.active_parameters
     assert run.settings.values["window"] == round(1 / share)
     assert run.costs is None
     run = pair.run(pair.request(PROMPT, "selfsd", SEEDED))

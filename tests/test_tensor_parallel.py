@@ -13,9 +13,11 @@ from thread_ranks import run_on
 
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
-from specgen.engine.model_loading import ModelSource, describe, load_weights
+from specgen.engine.loaded_model import load_weights
+from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.config_reading import read_architecture
+from specgen.engine.precision import Precision
 from specgen.engine.spread.shards import Shard, load_on
 
 CPU = torch.device("cpu")
@@ -27,8 +29,8 @@ def check(family: str, index: int, size: int, folder: Path) -> None:
     """Passes without a cache, and those of a runner: a chain, a tree, other contexts, and accepted
     nodes of the tree."""
     save(make(variant(family, index)), folder)
-    prepared = describe(folder, ModelSource(str(folder)))
-    whole = load_weights(prepared, torch.float32, CPU)
+    files = describe(folder, ModelSource(str(folder)))
+    whole = load_weights(files, Precision(torch.float32), [CPU])
 
     def passes(model: Any) -> list[torch.Tensor]:
         runner = ModelRunner(model)
@@ -51,7 +53,7 @@ def check(family: str, index: int, size: int, folder: Path) -> None:
     def work(own: Any) -> Any:
         if own.rank:
             return own.follow()
-        model = load_on(own, prepared, torch.float32, CPU)
+        model = load_on(own, files, torch.float32, CPU)
         before = own.sums
         layers = len(model.architecture.layers)
         model.reference_logits(IDS)
@@ -122,7 +124,7 @@ def test_a_part_that_one_rank_cannot_load_is_an_error_on_rank_0_and_the_ranks_st
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(make(variant("llama", 0)), tmp_path)
-    prepared = describe(tmp_path, ModelSource("m", label="m"))
+    files = describe(tmp_path, ModelSource("m"))
 
     def fail(_: Any, group: Any, *given: Any) -> None:
         if group.rank:
@@ -134,8 +136,8 @@ def test_a_part_that_one_rank_cannot_load_is_an_error_on_rank_0_and_the_ranks_st
         with monkeypatch.context() as patch:
             patch.setattr("specgen.engine.spread.shards.load_shard", fail)
             with pytest.raises(SpecgenError, match="m cannot be loaded: process 1: out of memory"):
-                load_on(own, prepared, torch.float32, CPU)
-        logits = load_on(own, prepared, torch.float32, CPU).reference_logits(IDS)
+                load_on(own, files, torch.float32, CPU)
+        logits = load_on(own, files, torch.float32, CPU).reference_logits(IDS)
         own.share(None)
         return logits
 

@@ -25,7 +25,7 @@ from tokenizer_helpers import (
 from transformers import AutoTokenizer
 
 from specgen.base.errors import SpecgenError
-from specgen.engine import model_loading
+from specgen.engine import model_files
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.pair.prompts import messages as conversation
 
@@ -181,9 +181,9 @@ def test_damaged_files_raise_the_error_of_transformers(
     reason = " ".join(str(expected.value).split())[:60].rstrip(".")
     with pytest.raises(SpecgenError, match=re.escape(reason)):
         load(folder)
-    source = model_loading.ModelSource(str(folder), label="thing")
-    with pytest.raises(SpecgenError, match="cannot read the tokenizer of thing"):
-        model_loading.prepare(source, announce=lambda _: None)
+    source = model_files.ModelSource(str(folder))
+    with pytest.raises(SpecgenError, match=f"cannot read the tokenizer of {folder}"):
+        model_files.find_model(source, announce=lambda _: None)
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_a_wrong_input() -> None:

@@ -18,7 +18,7 @@ from training_helpers import TINY, opened, task_of, train_command, trained, writ
 from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.text.translation import Translation
 from specgen.train.corpus import Corpus, Part
 from specgen.train.distillation import DraftObjective, check_overlap, translate

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.hub import model_path
-from specgen.engine.model_loading import check_weight_files
+from specgen.engine.model_files import check_weight_files
 from specgen.engine.text.tokenizer import has_tokenizer
 from specgen.engine.weights import WeightFiles, stored_tensors, weights_fingerprint
 

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from specgen.cli.app import app
 from specgen.cli.train import TRAINABLE
-from specgen.engine.model_loading import LoadedModel, ModelSource, load_model, prepare
+from specgen.engine.loaded_model import LoadedModel, load_model
+from specgen.engine.model_files import ModelSource, find_model
+from specgen.engine.precision import Precision
 from specgen.train.corpus import Corpus, Part, read_corpus
 from specgen.train.loop import IGNORED, PackedBatch, pack
 from specgen.train.task import Recipe, TrainingTask
@@ -54,8 +56,8 @@ def task_of(
 
 
 def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
-    prepared = prepare(ModelSource(str(folder), backend=backend), lambda _: None)
-    return load_model(prepared, torch.device("cpu"), torch.float32, lambda _: None)
+    files = find_model(ModelSource(str(folder), backend=backend), lambda _: None)
+    return load_model(files, Precision(torch.float32), [torch.device("cpu")], lambda _: None)
 
 
 def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: Any) -> Any:

@@ -388,8 +388,8 @@ def _machine(pair: Pair) -> list[tuple[str, str]]:
     rows = [("Machine", ", ".join([machine_in_words(), *gpus, threads]))]
     for role, model in (("Target", pair.target), ("Draft", pair.draft)):
         if model is not None:
-            shape = model.prepared.shape
-            millions = sum(model.prepared.parameters.values()) / 1e6
+            shape = model.files.shape
+            millions = sum(model.files.parameters.values()) / 1e6
             size = (
                 f"{shape.model_type}, {millions:,.1f} million parameters, {shape.num_layers} layers"
             )

@@ -108,16 +108,16 @@ def _found(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Fou
         return [], None
     with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
-        from specgen.engine.model_loading import ModelSource, prepare
+        from specgen.engine.model_files import ModelSource, find_model
         from specgen.pair.finding import hint, search
 
         source = ModelSource(
-            models.target, None, models.revision, models.trust_remote_code, models.offline
+            models.target, models.revision, models.trust_remote_code, models.offline
         )
         device = pick_device(models.device)
         devices = device, pick_draft_device(models.draft_device, models.device, device)
         dtypes = models.dtype, models.draft_dtype
-        found = search(prepare(source, loading.announce), devices, dtypes).found
+        found = search(find_model(source, loading.announce), devices, dtypes).found
         return found, None if found else hint(models.target)
 
 

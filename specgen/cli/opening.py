@@ -120,8 +120,8 @@ def _notes(pair: Pair) -> list[str]:
     tokenizers = [model.tokenizer for model in (pair.target, pair.draft) if model is not None]
     doubts += [tokenizer.warning for tokenizer in tokenizers if tokenizer.warning is not None]
     notes = [f"warning: {doubt}" for doubt in doubts]
-    prepared = [model.prepared for model in (pair.target, pair.draft) if model is not None]
-    notes += [model.slow_path for model in prepared if model.slow_path is not None]
+    files = [model.files for model in (pair.target, pair.draft) if model is not None]
+    notes += [model.slow_path for model in files if model.slow_path is not None]
     if pair.target.warning:
         notes.append(pair.target.warning)
     if pair.searched is not None:

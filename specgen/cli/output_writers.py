@@ -212,7 +212,7 @@ class OutputWriter:
         draft = self._pair.draft if method.uses_draft_model else None
         if not method.lossless:
             yield "lossy"
-        if self._pair.target.quantise is not None:
+        if self._pair.target.precision.rounding is not None:
             yield f"{self._pair.target.dtype_name} target"
         if (
             draft is not None

@@ -26,7 +26,7 @@ from specgen.pair.prompts import messages
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.train.corpus import Corpus
     from specgen.train.loop import Objective
     from specgen.train.task import TrainingTask

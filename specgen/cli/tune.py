@@ -47,7 +47,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.pair.finding import Found
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
@@ -332,7 +332,7 @@ def _export(
     def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
         return (
             str(model.folder)
-            if engine == "transformers" and model.prepared.source.label
+            if engine == "transformers" and model.files.source.is_bundled
             else model.name
         )
 

@@ -452,7 +452,7 @@ class Runner:
         ):
             return
         answers = reference.line["token_ids"], run.line["token_ids"]
-        exact = self.pair.target.exact and spec.drafts_chains
+        exact = self.pair.target.files.source.exact and spec.drafts_chains
         difference = judge(
             self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers, exact=exact
         )

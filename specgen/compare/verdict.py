@@ -121,7 +121,7 @@ def judge(
         else tie_threshold(
             pair.target.dtype_name,
             float(logits.max()),
-            has_experts=pair.target.prepared.experts is not None,
+            has_experts=pair.target.files.experts is not None,
         )
     )
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.parallel_costs import ParallelCosts
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.models.models import Models
 
 Key = tuple[Any, ...]
@@ -199,8 +199,8 @@ def _guess(case: DraftingCase) -> DraftingCosts:
 
 def _bytes_of_a_pass(model: LoadedModel) -> float:
     """Returns about how many bytes of weights a pass over one token reads."""
-    size = {None: model.dtype.itemsize, "int8": 1, "int4": 0.5}[model.quantise]
-    return model.prepared.active_parameters * size
+    size = {None: model.dtype.itemsize, "int8": 1, "int4": 0.5}[model.precision.rounding]
+    return model.files.active_parameters * size
 
 
 def _costs_of(stored: Any) -> DraftingCosts:

@@ -21,7 +21,7 @@ from specgen.base.measuring import Sample, spread
 from specgen.base.skipped_layers import SkippedLayers
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.models.models import Models
 
 # the kind of measurement; its values are layers in the notation of the `skip` setting

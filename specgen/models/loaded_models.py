@@ -13,7 +13,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import SamplingParams
 from specgen.decoding.run import Schedule, Turns
-from specgen.engine.model_loading import DraftModelRunner, LoadedModel
+from specgen.engine.loaded_model import DraftModelRunner, LoadedModel
 from specgen.engine.model_runner import ModelRunner, Runners, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner

@@ -22,7 +22,7 @@ from specgen.base.machine import is_busy, machine, thread_settings, versions
 from specgen.base.measuring import PassCheck, Sample
 from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ class Measurements:
             "models": [weights_fingerprint(model.folder) for model in models],
             "devices": [model.device_label for model in models],
             "dtypes": [model.dtype_name for model in models],
-            "backends": [model.backend for model in models],
-            "exact": self._target.exact,
+            "backends": [model.files.backend for model in models],
+            "exact": self._target.files.source.exact,
             "threads": [threads, thread_settings()],
             "versions": versions(),
             "machine": machine(),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Schedule, Turns
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.model_runner import Runners
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.models.measurements import Measurements

@@ -11,7 +11,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, MTP
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers
 from specgen.engine.penalties import PenaltyProcessor

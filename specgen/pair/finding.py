@@ -28,7 +28,8 @@ from specgen.base.part_kinds import HEADS, MTP, ONE_PASS
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.gguf.naming import gguf_models
-from specgen.engine.model_loading import LoadedModel, ModelSource, PreparedModel, describe
+from specgen.engine.loaded_model import LoadedModel
+from specgen.engine.model_files import ModelFiles, ModelSource, describe
 from specgen.engine.native.config_reading import read_config, text_config
 from specgen.engine.native.native_model import open_model
 from specgen.engine.parts.trained_part import TrainedPart, open_part
@@ -151,7 +152,7 @@ class Search:
 
 
 def search(
-    target: PreparedModel,
+    target: ModelFiles,
     devices: Sequence[torch.device] = (),
     dtypes: Sequence[str | None] = (),
 ) -> Search:
@@ -244,7 +245,7 @@ def hint(target: str) -> str | None:
     return None
 
 
-def unloaded(target: PreparedModel) -> Any:
+def unloaded(target: ModelFiles) -> Any:
     """Returns what finding parts needs of a `LoadedModel`, without weights."""
     device = torch.device("cpu")
     shape = target.shape
@@ -253,21 +254,21 @@ def unloaded(target: PreparedModel) -> Any:
     return SimpleNamespace(
         name=target.name,
         folder=target.folder,
-        prepared=target,
+        files=target,
         device=device,
         context_limit=limit,
         model=model,
     )
 
 
-def _places(target: PreparedModel) -> Iterator[tuple[str, Path]]:
+def _places(target: ModelFiles) -> Iterator[tuple[str, Path]]:
     """Yields the names and places of models in and beside the target's folder, if the user named a
     place on this machine, and of those in the hub cache. The place of a GGUF model is its first
     file."""
     from huggingface_hub import constants
 
     here = target.folder.resolve()
-    location = Path(target.source.location)
+    location = target.folder if target.source.is_bundled else Path(target.source.name)
     if location.expanduser().exists():
         is_file = here.is_file()
         home = target.folder.parent.resolve() if is_file else here
@@ -350,7 +351,7 @@ def _time(folder: Path) -> float:
         return 0.0
 
 
-def _judged(name: str, folder: Path, target: PreparedModel, sizes: tuple[int, int]) -> Found | None:
+def _judged(name: str, folder: Path, target: ModelFiles, sizes: tuple[int, int]) -> Found | None:
     """Returns what the folder's files show about it as a drafter for the target; None if it cannot
     be one.
 
@@ -389,7 +390,7 @@ def _width(config: Mapping[str, Any]) -> Any:
 
 
 def _of_model(
-    name: str, folder: Path, config: Mapping[str, Any], target: PreparedModel, cost: float
+    name: str, folder: Path, config: Mapping[str, Any], target: ModelFiles, cost: float
 ) -> Found:
     """Returns a model with the target's tokenizer as a drafter, with a refusal if it cannot be run
     or lacks tensors."""
@@ -408,9 +409,7 @@ def _of_model(
     return found
 
 
-def _of_part(
-    part: TrainedPart, target: PreparedModel, size: int, why: str, name: str = ""
-) -> Found:
+def _of_part(part: TrainedPart, target: ModelFiles, size: int, why: str, name: str = "") -> Found:
     figures: Mapping[str, Any] = {} if part.description is None else part.description.figures
     greedy = figures.get("held_out_agreement", {}).get("greedy")
     shares = [greedy] if isinstance(greedy, float) else greedy

@@ -19,18 +19,11 @@ from specgen.base.settings import Setting
 from specgen.base.text import one_line
 from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
-from specgen.engine.dtype_choice import as_chosen, check_room, choose_draft_dtype, choose_dtypes
-from specgen.engine.hub import head_folder, model_path
-from specgen.engine.model_loading import (
-    LoadedModel,
-    Loader,
-    ModelSource,
-    describe,
-    load_model,
-    prepare,
-    translation_between,
-)
+from specgen.engine.hub import head_folder
+from specgen.engine.loaded_model import LoadedModel, load_model, translation_between
+from specgen.engine.model_files import ModelSource, describe, find_model, folder_of
 from specgen.engine.native.config_reading import read_config
+from specgen.engine.precision import check_room, choose_draft_precision, choose_precisions
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.base import DRAFT_MODEL
@@ -185,8 +178,7 @@ def _with_profile(
 def assistant_folder(draft: ModelSource, announce: Callable[[str], None]) -> Path | None:
     """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its
     target; None: it is none."""
-    given = draft.location, draft.revision, draft.offline, draft.trust_remote_code
-    folder = model_path(*given, announce)
+    folder = folder_of(draft, announce)
     return (
         folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
     )
@@ -209,14 +201,11 @@ def model_sources(
     """
     if target is None:
         return [
-            ModelSource(str(demo.folder(role)), f"demo/{role}", backend=backend)
-            for role in demo.ROLES
+            ModelSource(f"demo/{role}", backend=backend, is_bundled=True) for role in demo.ROLES
         ]
-    sources = [ModelSource(target, None, revision, trust_remote_code, offline, backend)]
+    sources = [ModelSource(target, revision, trust_remote_code, offline, backend)]
     if draft is not None:
-        sources.append(
-            ModelSource(draft, None, draft_revision, trust_remote_code, offline, backend)
-        )
+        sources.append(ModelSource(draft, draft_revision, trust_remote_code, offline, backend))
     return sources
 
 
@@ -238,26 +227,24 @@ def _load(
     devices = _devices(*named, exact=sources[0].exact)
     on_device = zip(sources, devices, strict=False)
     target, *drafts = [
-        prepare(replace(source, on_mps=device.type == "mps"), announce)
-        for source, device in on_device
+        find_model(source, announce, on_mps=device.type == "mps") for source, device in on_device
     ]
-    choices = choose_dtypes([target, *drafts], devices, dtypes)
-    placement = place(named[0], [target, *drafts], choices, named[1])
+    precisions = choose_precisions([target, *drafts], devices, dtypes)
+    placement = place(named[0], [target, *drafts], precisions, named[1])
     layer_devices = None
     if placement is not None:
         layer_devices = placement.layer_devices
         if target.source.exact and layer_devices is not None:
             raise _not_exact(f"{target.name} needs several devices")
-        if choices[0].quantise is not None and layer_devices is not None:
+        if precisions[0].rounding is not None and layer_devices is not None:
             raise SpecgenError(
                 "--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out"
             )
         devices = placement.device, placement.draft_device or devices[1]
-        choices = choose_dtypes([target, *drafts], devices, dtypes)
+        precisions = choose_precisions([target, *drafts], devices, dtypes)
     if placement is None:
-        for model, on, choice in zip([target, *drafts], devices, choices, strict=False):
-            check_room(model, on, choice)
-    target = as_chosen(target, choices[0], is_target=True)
+        for model, on, precision in zip([target, *drafts], devices, precisions, strict=False):
+            check_room(model, on, precision)
     draft = None
     if drafts:
         translation = None
@@ -266,28 +253,17 @@ def _load(
             translation = translation_between(target, drafts[0])
         except NoTokenBytes as error:
             refusal = error
-        chosen = choices[-1]
-        draft = LoadedModel(
-            as_chosen(drafts[0], chosen),
-            devices[1],
-            chosen.dtype,
-            translation,
-            refusal,
-            chosen.warning,
-        )
+        draft = LoadedModel(drafts[0], precisions[1], [devices[1]], translation, refusal)
     worker = None if find else _worker(process, draft, devices[0])
-    load_target: Loader | None = None
-    if machine.launch() is not None:
-        if placement is not None:
-            raise SpecgenError(
-                "--device auto-map is for one process, and torchrun started several",
-                "Leave one of the two out",
-            )
-        from specgen.engine.spread.shards import load_distributed
-
-        load_target = load_distributed
-    loaded = load_model(target, devices[0], choices[0].dtype, announce, load_target, layer_devices)
-    loaded.warning = choices[0].warning or loaded.warning
+    is_sharded = machine.launch() is not None
+    if is_sharded and placement is not None:
+        raise SpecgenError(
+            "--device auto-map is for one process, and torchrun started several",
+            "Leave one of the two out",
+        )
+    loaded = load_model(
+        target, precisions[0], layer_devices or [devices[0]], announce, is_sharded=is_sharded
+    )
     pair = Pair(LoadedModels(loaded, draft, worker))
     if not find:
         return pair
@@ -391,16 +367,10 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     """
     draft = pair.draft
     assert draft is not None
-    chosen = choose_draft_dtype(name, "auto", draft.prepared, draft.device)
-    if chosen.warning is not None:
-        raise SpecgenError(chosen.warning, "Leave out --draft-dtype")
-    rounded = LoadedModel(
-        as_chosen(draft.prepared, chosen),
-        draft.device,
-        chosen.dtype,
-        draft.translation,
-        draft.refusal,
-    )
+    precision = choose_draft_precision(name, "auto", draft.files, draft.device)
+    if precision.warning is not None:
+        raise SpecgenError(precision.warning, "Leave out --draft-dtype")
+    rounded = LoadedModel(draft.files, precision, [draft.device], draft.translation, draft.refusal)
     return _with_draft(pair, rounded, process)
 
 
@@ -431,15 +401,15 @@ def with_found(
     `dtypes` are the values of --dtype and --draft-dtype. `device` None: that of the pair's draft
     model, else the target's. See `with_draft_dtype`.
     """
-    prepared = describe(
-        found.folder, ModelSource(found.name, backend=pair.target.prepared.source.backend)
+    files = describe(
+        found.folder, ModelSource(found.name, backend=pair.target.files.source.backend)
     )
     if device is None:
         device = pair.target.device if pair.draft is None else pair.draft.device
-    chosen = choose_draft_dtype(dtypes[1], dtypes[0], prepared, device)
-    check_room(prepared, device, chosen)
-    draft = LoadedModel(as_chosen(prepared, chosen), device, chosen.dtype, warning=chosen.warning)
-    return _with_draft(pair, draft, process)
+    _ = files.eos_ids  # mistakes in the tokenizer and the generation config are reported now
+    precision = choose_draft_precision(dtypes[1], dtypes[0], files, device)
+    check_room(files, device, precision)
+    return _with_draft(pair, LoadedModel(files, precision, [device]), process)
 
 
 def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
@@ -468,7 +438,7 @@ def _worker(
         and (target.type == "cpu" or target != draft.device)
     ):
         return DraftWorker.of_process(
-            process, draft.prepared, draft.device, draft.dtype, draft.translation
+            process, draft.files, draft.precision, draft.device, draft.translation
         )
     if process is not None:
         process.close()

@@ -11,7 +11,7 @@ from specgen.base.files import pair_folder, readable
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.models.parts import PartStore
 
 FILE = "profile.yaml"

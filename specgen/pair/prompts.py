@@ -14,7 +14,7 @@ from specgen.engine.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from specgen.base.types import Round
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.base import Request
 

@@ -69,7 +69,7 @@ class BlockObjective(LayerObjective):
         made = super().initial_weights(texts, generator)
         width = self.width
         vocabulary = self.vocabulary
-        padding = self.target.prepared.raw.get("pad_token_id")
+        padding = self.target.files.raw.get("pad_token_id")
         # a token that texts do not hold
         self._mask = padding if isinstance(padding, int) else vocabulary - 1
         fused = torch.randn(width, TAPS * width, generator=generator) * NOISE
@@ -241,7 +241,7 @@ class MedusaObjective(HeadObjective):
     ) -> dict[str, Tensor]:
         width = self.width
         self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(
-            self.target.prepared.parameters.values()
+            self.target.files.parameters.values()
         )
         made = dict[str, Tensor]()
         for head in range(HEADS):

@@ -46,7 +46,7 @@ from torch import Tensor
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES, inference
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention import AttentionMask
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.loading import load_module
@@ -142,7 +142,7 @@ class DraftObjective(Objective):
         super().__init__(task, target)
         self.draft = draft
         self.device = draft.device
-        quantised = draft.prepared.quantisation
+        quantised = draft.files.quantisation
         text = task.corpus or task.prompts
         if quantised is not None:
             problem = (
@@ -166,11 +166,11 @@ class DraftObjective(Objective):
                 "Name another: they are not changed",
             )
         if draft.translation is not None and text is not None:
-            check_overlap(draft.translation, text, draft.prepared.shape.vocab_size)
+            check_overlap(draft.translation, text, draft.files.shape.vocab_size)
         self.settings = {"the draft model": weights_fingerprint(draft.folder)}
-        self.saved_dtype = DTYPES.get(str(draft.prepared.shape.dtype), torch.float32)
+        self.saved_dtype = DTYPES.get(str(draft.files.shape.dtype), torch.float32)
         self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
-        self._module = load_module(draft.prepared, torch.float32, self.device).requires_grad_(True)
+        self._module = load_module(draft.files, torch.float32, self.device).requires_grad_(True)
         self._masks = AttentionMasks(self._module)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]

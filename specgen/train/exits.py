@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import BatchPass, text_pass
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.linear import trained_linear
 from specgen.engine.parts.own_layers import (
     ExitLayers,

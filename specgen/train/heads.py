@@ -31,7 +31,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention import AttentionMask
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker

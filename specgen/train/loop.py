@@ -27,7 +27,7 @@ from torch import Tensor
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.forward_pass import BatchPass
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.train.corpus import Part
 from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration

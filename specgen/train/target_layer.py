@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes, layer_tensors

@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.base.machine import versions
 from specgen.base.schema import parse_json, read_text
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Corpus
 

@@ -23,7 +23,7 @@ from specgen.base.errors import SpecgenError, nan_logits
 from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory, inference
 from specgen.engine.forward_pass import BatchPass, text_pass
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part
 from specgen.train.task import TrainingTask
 

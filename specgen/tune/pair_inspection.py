@@ -19,17 +19,12 @@ from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
-from specgen.engine.dtype_choice import DtypeChoice, choose_dtypes, weight_bytes
+from specgen.engine.loaded_model import translation_between
 from specgen.engine.model import NO_LIMIT
-from specgen.engine.model_loading import (
-    ModelSource,
-    PreparedModel,
-    check_weight_files,
-    prepare,
-    translation_between,
-)
+from specgen.engine.model_files import ModelFiles, ModelSource, check_weight_files, find_model
 from specgen.engine.model_runner import time_passes
 from specgen.engine.parts.trained_part import open_part
+from specgen.engine.precision import Precision, choose_precisions, weight_bytes
 from specgen.engine.spread.placement import Placement, Stage, place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.engine.text.translation import TokenOverlap, overlap_of_examples, token_overlap
@@ -87,33 +82,33 @@ class ModelFacts:
     tokenizer_warning: str | None = None
 
 
-def model_facts(prepared: PreparedModel, device: torch.device, weights: DtypeChoice) -> ModelFacts:
+def model_facts(files: ModelFiles, device: torch.device, weights: Precision) -> ModelFacts:
     """Returns what a model's config and the headers of its weight files say. Raises SpecgenError if
     they cannot be read.
 
     `device` is where the model would run, `weights` the dtype of its weights there.
     """
-    shape = prepared.shape
+    shape = files.shape
     size = weights.dtype.itemsize
-    check_weight_files(prepared.folder, prepared.name)
+    check_weight_files(files.folder, files.name)
     return ModelFacts(
-        prepared.name,
+        files.name,
         shape.model_type,
-        sum(prepared.parameters.values()),
-        prepared.active_parameters,
+        sum(files.parameters.values()),
+        files.active_parameters,
         shape.num_layers,
         shape.hidden_size,
         weights.name,
         str(device),
-        sum(weight_bytes(prepared, device, weights).values()),
+        sum(weight_bytes(files, device, weights).values()),
         shape.kv_bytes_per_token(size),
-        None if prepared.context_limit >= NO_LIMIT else prepared.context_limit,
+        None if files.context_limit >= NO_LIMIT else files.context_limit,
         shape.vocab_size,
-        prepared.backend,
-        prepared.fallback,
+        files.backend,
+        files.fallback,
         weights.warning or weights.reason,
-        prepared.tokenizer.fallback,
-        prepared.tokenizer.warning,
+        files.tokenizer.fallback,
+        files.tokenizer.warning,
     )
 
 
@@ -258,14 +253,14 @@ def inspect_files(
     the planned devices.
     """
     launched = launch()
-    models = [prepare(source, announce) for source in (target, draft) if source is not None]
+    models = [find_model(source, announce) for source in (target, draft) if source is not None]
     tokenizers = _compared(*models) if draft is not None else None
-    choices = choose_dtypes(models, devices, dtypes)
-    placement = place(named[0], models, choices, named[1])
+    precisions = choose_precisions(models, devices, dtypes)
+    placement = place(named[0], models, precisions, named[1])
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
-        choices = choose_dtypes(models, devices, dtypes)
-    facts = [model_facts(*each) for each in zip(models, devices, choices, strict=False)]
+        precisions = choose_precisions(models, devices, dtypes)
+    facts = [model_facts(*each) for each in zip(models, devices, precisions, strict=False)]
     is_apart = draft is not None and placement is None and devices[1] != devices[0]
     return PairReport(
         facts[0],
@@ -343,7 +338,7 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     return pair.models.kept(PassTimes).costs(length, SamplingParams())
 
 
-def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
+def _compared(target: ModelFiles, draft: ModelFiles) -> TokenizerFacts:
     ours, theirs = (
         {id_: token for token, id_ in model.tokenizer.vocabulary().items()}
         for model in (target, draft)
@@ -371,7 +366,7 @@ def _compared(target: PreparedModel, draft: PreparedModel) -> TokenizerFacts:
 
 
 def readiness(
-    target: PreparedModel, parts: tuple[Path | None, Path | None], tokenizers: TokenizerFacts | None
+    target: ModelFiles, parts: tuple[Path | None, Path | None], tokenizers: TokenizerFacts | None
 ) -> dict[str, Readiness]:
     """Returns for each method whether it can run, as far as the models' files show. Reads no
     weights of models.
@@ -391,17 +386,17 @@ def readiness(
 
 
 def _missing_parts(
-    target: PreparedModel, exit_layer: Path | None, head: Path | None
+    target: ModelFiles, exit_layer: Path | None, head: Path | None
 ) -> Mapping[str, Readiness]:
     """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the
     target, each with a reason and what to do."""
     part_of = unloaded(target)
-    store = PartStore(part_of, is_bundled=target.source.label == "demo/target")
+    store = PartStore(part_of, is_bundled=target.source.is_bundled)
     if exit_layer is not None:
         store.named[EXIT] = open_part(exit_layer, part_of, is_exit=True)
     if head is not None:
         store.name(head, is_exit=False)
-    location = None if target.source.label else target.source.location
+    location = None if target.source.is_bundled else target.source.name
     missing: dict[str, Readiness] = {}
     for kind in (EXIT, *HEADS):
         parts = getattr(target.shape, "fixed_parts", None)
@@ -422,15 +417,15 @@ def _missing_parts(
     return missing
 
 
-def _unlike_llama(prepared: PreparedModel) -> str | None:
+def _unlike_llama(files: ModelFiles) -> str | None:
     """Returns the model's family if its layers cannot be run one by one; None if they can, or if
     that is not known."""
-    if prepared.backend == "native":
+    if files.backend == "native":
         return None
     from specgen.engine.transformers.transformers_model import missing_part, model_without_weights
 
-    model = model_without_weights(prepared.transformers_config, prepared.source.trust_remote_code)
-    return None if model is None or missing_part(model) is None else prepared.shape.model_type
+    model = model_without_weights(files.transformers_config, files.source.trust_remote_code)
+    return None if model is None or missing_part(model) is None else files.shape.model_type
 
 
 def obstacle(pair: Pair, name: str) -> SpecgenError | None:

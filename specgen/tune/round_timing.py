@@ -305,7 +305,7 @@ def _time_kind(
     lengths: Sequence[int],
 ) -> list[TimedRound]:
     if kind == "echo":
-        drafter = UnrelatedDrafter(distinct_ids(_UNRELATED, pair.target.prepared.shape.vocab_size))
+        drafter = UnrelatedDrafter(distinct_ids(_UNRELATED, pair.target.files.shape.vocab_size))
         return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=drafter)
     if kind == "model":
         return time_rounds(

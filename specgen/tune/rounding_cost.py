@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,8 +12,9 @@ import torch
 from specgen import demo
 from specgen.base.measuring import Sample
 from specgen.engine.devices import free_memory, inference
+from specgen.engine.loaded_model import LoadedModel, load_weights
 from specgen.engine.model import Model
-from specgen.engine.model_loading import LoadedModel, load_weights
+from specgen.engine.precision import Precision
 
 if TYPE_CHECKING:
     from specgen.pair.pair import Pair
@@ -50,10 +50,10 @@ def rounding_cost(
     has more than `_SMALL` parameters.
     """
     target, free = pair.target, free_memory(pair.target.device)
-    if target.quantise is None:
+    if target.precision.rounding is None:
         return None
     found = pair.measurements.stored("rounding", (TOKENS,), _read, with_draft=False)
-    parameters = sum(target.prepared.parameters.values())
+    parameters = sum(target.files.parameters.values())
     is_possible = (free is None or free >= _BYTES * parameters) and not (
         is_small_only and parameters > _SMALL
     )
@@ -75,12 +75,9 @@ def _measure(target: LoadedModel) -> RoundingCost:
     ids = target.tokenizer.encode("\n\n".join(demo.documents()[:100]))[
         : min(TOKENS, target.context_limit)
     ]
-    stored = replace(
-        target.prepared, source=replace(target.prepared.source, quantise=None, wide_attention=False)
-    )
     rounded_loss, rounded_choices = _predictions(target.model, ids)
     stored_loss, stored_choices = _predictions(
-        load_weights(stored, torch.float32, target.device), ids
+        load_weights(target.files, Precision(torch.float32), [target.device]), ids
     )
     changed = float((rounded_choices != stored_choices).float().mean())
     return RoundingCost(len(ids), math.exp(rounded_loss), math.exp(stored_loss), changed)

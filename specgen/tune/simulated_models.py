@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Schedule, Turns
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.model_loading import LoadedModel
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.drafting_knowledge import DraftingCase
     from specgen.methods.learned_drafting import Learned

@@ -130,7 +130,7 @@ def tune(
     return replace(
         found,
         pair=chosen_pair,
-        draft_dtype=None if chosen_pair is pair or draft is None else draft.quantise,
+        draft_dtype=None if chosen_pair is pair or draft is None else draft.precision.rounding,
         prompts=max(1, len(references)),
         real_runs=tuner.real_runs,
         simulated=tuner.simulated,

@@ -22,11 +22,14 @@ from specgen.base.types import Context, Draft
 from specgen.decoding.chain import ModelDrafter
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import LengthPolicy
-from specgen.engine.devices import DTYPES, inference, pick_threads, upload
-from specgen.engine.model_loading import ModelSource, describe, load_weights
+from specgen.engine.devices import inference, pick_threads, upload
+from specgen.engine.loaded_model import load_weights
+from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner, room
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.precision import Precision
 from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.engine.text.translation import Translation
 from specgen.workers.process import (
     ANSWERED,
     ASKED,
@@ -121,19 +124,23 @@ class DraftServer:
         self._learned: dict[Hashable, Any] = {}  # see `LengthPolicy.share`
 
     def load(
-        self, source: ModelSource, device: str, dtype: str, threads: int, translation: Any
+        self,
+        folder: Path,
+        source: ModelSource,
+        precision: Precision,
+        device: torch.device,
+        threads: int,
+        translation: Translation | None,
     ) -> None:
-        """Loads the draft model from the folder that `source` names, onto `device` (as text, such
-        as `cuda:0`).
+        """Loads the draft model from its folder (or GGUF file) onto `device`.
 
         `threads` is the number of CPU threads to use. `translation` is between the target's tokens
         and the draft model's; None if both have the same.
         """
         torch.set_num_threads(threads)
         self._runner = None  # of a model loaded before
-        self._model = load_weights(
-            describe(Path(source.location), source), DTYPES[dtype], torch.device(device)
-        )
+        files = describe(folder, source, on_mps=device.type == "mps")
+        self._model = load_weights(files, precision, [device])
         self._translation = translation
         runner = ModelRunner(self._model)
 
@@ -142,7 +149,7 @@ class DraftServer:
                 runner.logits(Context([0, 1]), [1] * length, start=length)
 
         a_draft()
-        if device == "cpu":
+        if device.type == "cpu":
             pick_threads(a_draft)  # at most as many as set above
 
     @inference

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,10 @@ from specgen.workers.process import SIZE, DraftProcess, cannot_start
 from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
 if TYPE_CHECKING:
-    from specgen.engine.model_loading import PreparedModel
+    from specgen.engine.model_files import ModelFiles
     from specgen.engine.model_runner import DraftRunner
     from specgen.engine.penalties import GenerationConfig
+    from specgen.engine.precision import Precision
     from specgen.engine.text.translation import Translation
 
 _RUNS = count(1)
@@ -61,23 +61,20 @@ class DraftWorker:
     def of_process(
         cls,
         process: DraftProcess | None,
-        draft: PreparedModel,
+        draft: ModelFiles,
+        precision: Precision,
         device: torch.device,
-        dtype: torch.dtype,
         translation: Translation | None = None,
     ) -> DraftWorker:
         """Returns a worker that runs the draft model in a child process.
 
         `process` is a child that was already started; None: one is started when it is first needed.
-        A child that died is started again. `device` and `dtype` are those of the draft model.
+        A child that died is started again. `precision` and `device` are those of the draft model.
         `translation` is between the target's tokens and the draft model's; None if both have the
         same.
         """
         own, worker_threads = split_threads()
-        source = replace(
-            draft.source, location=str(draft.folder), label=draft.name, on_mps=device.type == "mps"
-        )
-        load = source, str(device), str(dtype).removeprefix("torch."), worker_threads, translation
+        load = draft.folder, draft.source, precision, device, worker_threads, translation
         # a worker on an accelerator uses the CPU only to launch kernels
         return cls(process, load, own if device.type == "cpu" else None)
 

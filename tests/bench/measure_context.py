@@ -138,7 +138,7 @@ def speed(folder: Path, backends: Sequence[str]) -> None:
         with specgen.load(target, draft, device="cpu", dtype="float32", backend=backend) as pair:
             models = [pair.target.model, pair.draft.model]  # type: ignore[union-attr]
             weights = [
-                4 * sum(loaded.prepared.parameters.values()) for loaded in (pair.target, pair.draft)
+                4 * sum(loaded.files.parameters.values()) for loaded in (pair.target, pair.draft)
             ]  # type: ignore[union-attr]
             per_token = [model.shape.kv_bytes_per_token(4) for model in models]
             for method, settings in (

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig, is_irrelevant
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
 from specgen.engine.parts.block import (

@@ -13,7 +13,7 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.base.files import files_in
 from specgen.base.text import shown
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.weights import (
     BUFFER,

@@ -32,8 +32,8 @@ from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model import Model
-from specgen.engine.model_loading import LoadedModel
 from specgen.engine.model_runner import TOKEN_BY_TOKEN
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import CAUSAL
@@ -138,7 +138,7 @@ def _attention_architecture(target: LoadedModel) -> Architecture:
     its layers."""
     if not isinstance(target.model.shape, Architecture):
         with suppress(UnsupportedConfig):
-            return attention_architecture(target.prepared.raw)
+            return attention_architecture(target.files.raw)
     return known_architecture(target.model, "mtp")
 
 

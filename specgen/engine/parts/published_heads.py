@@ -24,7 +24,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes

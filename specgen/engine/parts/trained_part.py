@@ -24,7 +24,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
 from specgen.base.schema import read
 from specgen.base.text import shown
-from specgen.engine.model_loading import LoadedModel
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import (

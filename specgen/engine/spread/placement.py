@@ -17,9 +17,9 @@ import torch
 from specgen.base.errors import RunError
 from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
-from specgen.engine.dtype_choice import DtypeChoice, weight_bytes
 from specgen.engine.model import ModelShape
-from specgen.engine.model_loading import PreparedModel, check_weight_files
+from specgen.engine.model_files import ModelFiles, check_weight_files
+from specgen.engine.precision import Precision, weight_bytes
 
 PLANNED_CONTEXT = 8192  # tokens that memory is kept for where the user names no number of them
 # bytes per GPU that its context, its libraries' workspaces and gaps between allocations take
@@ -133,8 +133,8 @@ def find_rooms() -> list[Room]:
 
 def place(
     device: str,
-    models: Sequence[PreparedModel],
-    choices: Sequence[DtypeChoice],
+    models: Sequence[ModelFiles],
+    choices: Sequence[Precision],
     draft_device: str | None,
 ) -> Placement | None:
     """Returns the plan for a target, and for its draft model if there is one and the user has not
@@ -214,7 +214,7 @@ def plan(
 
 
 def model_memory(
-    prepared: PreparedModel, device: torch.device, weights: DtypeChoice, context: int
+    files: ModelFiles, device: torch.device, weights: Precision, context: int
 ) -> ModelMemory:
     """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of
     its files.
@@ -222,14 +222,14 @@ def model_memory(
     `weights` is the dtype that the model is run in. A quantised checkpoint may be dequantised on
     `device`, and then takes more. Raises SpecgenError if the files cannot be read.
     """
-    check_weight_files(prepared.folder, prepared.name)
-    shape = prepared.shape
+    check_weight_files(files.folder, files.name)
+    shape = files.shape
     size = weights.dtype.itemsize
     layers = [0] * shape.num_layers
     embedding = 0
     others = 0
     has_head = False
-    for name, taken in weight_bytes(prepared, device, weights).items():
+    for name, taken in weight_bytes(files, device, weights).items():
         found = _LAYER.search(name)
         if found is not None:
             # others predict further tokens, and are not loaded

@@ -28,7 +28,7 @@ from specgen.engine.forward_pass import (
     LayerPart,
     ModelOutput,
 )
-from specgen.engine.model_loading import PreparedModel, check_weight_files
+from specgen.engine.model_files import ModelFiles, check_weight_files
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
@@ -410,38 +410,36 @@ class SharedCache(KVBuffer):
         return forward(forward_pass._replace(cache=self), logits_to_keep)
 
 
-def load_distributed(
-    prepared: PreparedModel, dtype: torch.dtype, device: torch.device, _: object = None
-) -> ShardedModel:
-    """Loads a model, split over all ranks; called on rank 0. A `model_loading.Loader`.
+def load_distributed(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> ShardedModel:
+    """Loads a model, split over all ranks; called on rank 0.
 
     Raises SpecgenError for a model that cannot be split, and SpecgenError or RunError for one that
     cannot be loaded.
     """
-    if prepared.architecture is None:
+    if files.architecture is None:
         problem = (
-            f"{prepared.name} cannot be split over torchrun's processes: "
-            f"transformers runs it ({prepared.fallback})"
+            f"{files.name} cannot be split over torchrun's processes: "
+            f"transformers runs it ({files.fallback})"
         )
         raise SpecgenError(
             problem,
             "Run it without torchrun, with --device auto-map where it does not fit into one device",
         )
-    if (parts := prepared.architecture.fixed_parts) is not None:
+    if (parts := files.architecture.fixed_parts) is not None:
         hint = (
             "Run it without torchrun, with --device auto-map where it does not fit into one device"
         )
         raise SpecgenError(
-            f"{prepared.name} cannot be split over torchrun's processes: it has {parts}", hint
+            f"{files.name} cannot be split over torchrun's processes: it has {parts}", hint
         )
-    check_weight_files(prepared.folder, prepared.name)
-    return load_on(joined[0], prepared, dtype, device)
+    check_weight_files(files.folder, files.name)
+    return load_on(joined[0], files, dtype, device)
 
 
 def load_on(
-    group: Group, prepared: PreparedModel, dtype: torch.dtype, device: torch.device
+    group: Group, files: ModelFiles, dtype: torch.dtype, device: torch.device
 ) -> ShardedModel:
-    given = prepared.name, str(prepared.folder.resolve()), dtype, prepared.source.exact
+    given = files.name, str(files.folder.resolve()), dtype, files.source.exact
     model: ShardedModel = group.call(group, "load", load_shard, device.type, *given)
     return model
 

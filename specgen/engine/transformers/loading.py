@@ -1,7 +1,7 @@
 """Reads configs and loads models with transformers, also quantised ones, GGUF files, and onto
 several devices.
 
-`prepared` is a `model_loading.PreparedModel`, which cannot be imported here.
+`files` is a `model_files.ModelFiles`, which cannot be imported here.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def check_quantisation(settings: Mapping[str, Any], device: torch.device, name: 
 
 
 def load_transformers_model(
-    prepared: Any,
+    files: Any,
     dtype: torch.dtype,
     device: torch.device,
     layer_devices: Sequence[torch.device] | None = None,
@@ -216,14 +216,14 @@ def load_transformers_model(
     RunError if memory is short.
     """
     with quiet_transformers():  # some decompress weights at their first pass
-        module = load_module(prepared, dtype, device, layer_devices)
+        module = load_module(files, dtype, device, layer_devices)
         model = TransformersModel(module)
-        _check_rollback(model, prepared, device)
+        _check_rollback(model, files, device)
     return model
 
 
 def load_module(
-    prepared: Any,
+    files: Any,
     dtype: torch.dtype,
     device: torch.device,
     layer_devices: Sequence[torch.device] | None = None,
@@ -234,24 +234,24 @@ def load_module(
     Checks that the files have exactly the tensors that the model needs, but not whether a KV cache
     can be rolled back. Raises SpecgenError if the tensors do not fit.
     """
-    name = prepared.name
-    trust = prepared.source.trust_remote_code
-    config = prepared.transformers_config
+    name = files.name
+    trust = files.source.trust_remote_code
+    config = files.transformers_config
     options = dict[str, Any]()
-    _check_size(prepared)
+    _check_size(files)
     # straight to the device
-    if device.type not in ("cpu", "mps") or prepared.quantisation is not None:
+    if device.type not in ("cpu", "mps") or files.quantisation is not None:
         options["device_map"] = {"": str(device)} if is_accelerate_available() else None
-    if prepared.quantisation is not None:  # which may be in the text part of its config.json
+    if files.quantisation is not None:  # which may be in the text part of its config.json
         options["config"] = config
-        config.quantization_config = dict(prepared.quantisation)
+        config.quantization_config = dict(files.quantisation)
     source: dict[str, Any] = {
-        "pretrained_model_name_or_path": prepared.folder,
+        "pretrained_model_name_or_path": files.folder,
         "use_safetensors": True,
     }
-    if is_gguf(prepared.folder):
-        source = _gguf_source(prepared.folder, name)
-    if _score_cap(prepared) is not None:
+    if is_gguf(files.folder):
+        source = _gguf_source(files.folder, name)
+    if _score_cap(files) is not None:
         # another one ignores the cap; old versions of transformers take it nevertheless
         options["attn_implementation"] = "eager"
     if layer_devices is not None:
@@ -260,9 +260,9 @@ def load_module(
         )
     with reading("weights", name):
         loader: Any = AutoModelForCausalLM
-        if is_gguf(prepared.folder) and "gguf_file" not in source:
+        if is_gguf(files.folder) and "gguf_file" not in source:
             loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
-            tensors = GgufTensors(prepared.folder, name)
+            tensors = GgufTensors(files.folder, name)
             # read one after the other, as the slices of a safetensors file are
             source["state_dict"] = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
         model, report = loader.from_pretrained(
@@ -277,30 +277,30 @@ def load_module(
         if options.get("device_map") is None:
             model = model.to(device)
         model = (
-            model.to(dtype) if prepared.dequantises_on(device) else model
+            model.to(dtype) if files.dequantises_on(device) else model
         ).eval()  # transformers gives them the dtype of their scales
     _check_report(report, model.config.get_text_config(), name)
     return model
 
 
-def _check_size(prepared: Any) -> None:
+def _check_size(files: Any) -> None:
     """Raises SpecgenError for files that hold next to nothing of what the config describes.
 
     transformers would give all missing weights memory and random numbers before it reports them.
     """
-    shape = prepared.shape
-    stored = sum(prod(dimensions) for dimensions, _ in stored_tensors(prepared.folder).values())
-    if prepared.quantisation is None and stored < shape.vocab_size * shape.hidden_size // 8:
+    shape = files.shape
+    stored = sum(prod(dimensions) for dimensions, _ in stored_tensors(files.folder).values())
+    if files.quantisation is None and stored < shape.vocab_size * shape.hidden_size // 8:
         raise SpecgenError(
-            f"{prepared.name} lacks most of the tensors that its config.json describes", AGAIN
+            f"{files.name} lacks most of the tensors that its config.json describes", AGAIN
         )
 
 
-def _score_cap(prepared: Any) -> float | None:
+def _score_cap(files: Any) -> float | None:
     """Returns what caps the scores of the model's attention (Gemma 2); None if nothing does."""
-    if prepared.architecture is not None:
-        return prepared.architecture.score_cap  # type: ignore[no-any-return]
-    return getattr(prepared.transformers_config.get_text_config(), "attn_logit_softcapping", None)
+    if files.architecture is not None:
+        return files.architecture.score_cap  # type: ignore[no-any-return]
+    return getattr(files.transformers_config.get_text_config(), "attn_logit_softcapping", None)
 
 
 def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:
@@ -317,7 +317,7 @@ def _check_report(report: Mapping[str, Any], config: Any, name: str) -> None:
 
 
 @inference
-def _check_rollback(model: TransformersModel, prepared: Any, device: torch.device) -> None:
+def _check_rollback(model: TransformersModel, files: Any, device: torch.device) -> None:
     """Checks that the model gives the same logits with a KV cache after a rolled-back draft as
     without a cache.
 
@@ -336,12 +336,12 @@ def _check_rollback(model: TransformersModel, prepared: Any, device: torch.devic
         return runner.logits(context).logits
 
     if why := logits_error(logits_after_rollback, lambda: model.reference_logits(ids)):
-        is_packed = prepared.quantisation is not None and not prepared.dequantises_on(device)
+        is_packed = files.quantisation is not None and not files.dequantises_on(device)
         packed = "try --dtype bfloat16, or another --device"
         other = "Take a causal language model"
         raise SpecgenError(
             (
-                f"{prepared.name} does not work with a cache that is rolled back: forward "
+                f"{files.name} does not work with a cache that is rolled back: forward "
                 f"passes after a rollback {why}"
             ),
             f"Its weights are quantised: {packed}" if is_packed else other,

@@ -1,7 +1,7 @@
-"""Chooses the dtype that a model is run in: the one the user asks for, or else what a rule says.
+"""Chooses the precision that a model is run in: what the user asks for, or else what a rule says.
 
 The rule depends on the model and the machine alone and not on measured times, because another dtype
-gives another text. Also computes how much memory a model's weights take in the chosen dtype.
+gives another text. Also computes how much memory a model's weights take in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
-from specgen.engine.model_loading import PreparedModel
+from specgen.engine.model_files import ModelFiles
 from specgen.engine.native.layer_weights import EMBEDDING, HEAD
 from specgen.engine.native.linear import quantised_bytes, refusal, rows_are_independent
 from specgen.engine.weights import stored_tensors
@@ -28,54 +28,57 @@ _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class DtypeChoice:
+class Precision:
     """The dtype of a model's weights and computations, and why it was chosen.
 
-    `quantise` (`int8`, `int4`) is what the weights are rounded to; None: they are not rounded.
-    `warning` is a sentence for the user where the dtype is not the one to be expected; None if
-    there is nothing to say.
+    `rounding` (`int8`, `int4`) is what the weights are rounded to when they are loaded; None: they
+    are not rounded. `wide_attention`: see `native.layer.NativeLayer`. `warning` is a sentence for
+    the user where the dtype is not the one to be expected; None if there is nothing to say.
     """
 
     dtype: torch.dtype
-    reason: str
-    quantise: str | None = None
+    reason: str = ""
+    rounding: str | None = None
+    wide_attention: bool = False
     warning: str | None = None
 
     @property
     def name(self) -> str:
-        return self.quantise or _name(self.dtype)
+        return self.rounding or _name(self.dtype)
 
 
-def choose_dtypes(
-    models: Sequence[PreparedModel], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
-) -> list[DtypeChoice]:
-    """Returns the dtype of a target and, if `models` has a second one, of its draft model.
+def choose_precisions(
+    models: Sequence[ModelFiles], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
+) -> list[Precision]:
+    """Returns the precision of a target and, if `models` has a second one, of its draft model.
     `devices` are the models' devices.
 
-    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_dtype` and
-    `choose_draft_dtype` do.
+    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_precision`
+    and `choose_draft_precision` do.
     """
     target, *drafts = models
-    of_drafts = [choose_draft_dtype(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts]
-    return [choose_dtype(dtypes[0], target, devices[0]), *of_drafts]
+    of_drafts = [
+        choose_draft_precision(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts
+    ]
+    return [choose_precision(dtypes[0], target, devices[0]), *of_drafts]
 
 
-def choose_draft_dtype(
-    name: str | None, dtype: str, draft: PreparedModel, device: torch.device
-) -> DtypeChoice:
-    """Returns the dtype of a draft model: `name` (--draft-dtype), or if that is None `dtype`
+def choose_draft_precision(
+    name: str | None, dtype: str, draft: ModelFiles, device: torch.device
+) -> Precision:
+    """Returns the precision of a draft model: `name` (--draft-dtype), or if that is None `dtype`
     (--dtype).
 
     A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its
     products take the same time in all dtypes, and elsewhere in the dtype of its weights. If
     products with rounded weights do not work on this machine, the weights are not rounded, and the
-    choice's `warning` says why. Raises SpecgenError for an unknown name, and for rounding the
-    weights of a model that transformers runs.
+    `warning` says why. Raises SpecgenError for an unknown name, and for rounding the weights of a
+    model that transformers runs.
     """
     kind = name or dtype
     other = "auto" if dtype in QUANTISED else dtype
     if kind not in QUANTISED or (name is None and draft.rounding_refusal is not None):
-        return choose_dtype(other if name is None else kind, draft, device)
+        return choose_precision(other if name is None else kind, draft, device)
     if draft.rounding_refusal is not None:
         raise SpecgenError(
             (
@@ -86,16 +89,15 @@ def choose_draft_dtype(
         )
     if (problem := refusal(kind, device)) is not None:
         return replace(
-            choose_dtype(other, draft, device), warning=f"{draft.name} is not quantised: {problem}"
+            choose_precision(other, draft, device),
+            warning=f"{draft.name} is not quantised: {problem}",
         )
     own = torch.float32 if device.type == "cpu" else _own(draft)
-    return DtypeChoice(
-        own, "chosen by --dtype" if name is None else "chosen by --draft-dtype", kind
-    )
+    return Precision(own, "chosen by --dtype" if name is None else "chosen by --draft-dtype", kind)
 
 
-def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the choice of int8 weights for a target, which then computes in float32. Raises
+def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
+    """Returns the precision of a target with int8 weights, which then computes in float32. Raises
     SpecgenError if that is not possible."""
     why = target.rounding_refusal
     if why is not None:
@@ -119,26 +121,15 @@ def _rounded_target(target: PreparedModel, device: torch.device) -> DtypeChoice:
             problem,
             "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu",
         )
-    return DtypeChoice(torch.float32, "chosen by --dtype", "int8")
+    return Precision(torch.float32, "chosen by --dtype", "int8", wide_attention=True)
 
 
-def as_chosen(
-    model: PreparedModel, choice: DtypeChoice, *, is_target: bool = False
-) -> PreparedModel:
-    """Returns the model with the choice's rounding of weights entered in its source, by which it is
-    loaded."""
-    wide_attention = is_target and choice.quantise is not None
-    return replace(
-        model, source=replace(model.source, quantise=choice.quantise, wide_attention=wide_attention)
-    )
-
-
-def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> DtypeChoice:
-    """Returns the dtype named `name` to run a model in. `auto` is float32 on a CPU, and elsewhere
-    the dtype of the weights.
+def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Precision:
+    """Returns the precision of a model that is run in the dtype named `name`. `auto` is float32 on
+    a CPU, and elsewhere the dtype of the weights.
 
     On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's
-    memory in float32, and bfloat16 for a quantised GGUF file; the choice's `warning` says so. If a
+    memory in float32, and bfloat16 for a quantised GGUF file; the `warning` says so. If a
     checkpoint is quantised, its quantised weights stay as they are stored: the dtype is that of the
     other weights and of the computation. (Those of a GGUF file are converted.) Raises SpecgenError
     for an unknown name, and if weights are quantised in a format that cannot be loaded here.
@@ -151,17 +142,17 @@ def choose_dtype(name: str, model: PreparedModel, device: torch.device) -> Dtype
             raise SpecgenError(
                 f"there is no dtype {name!r}", f"Take auto, {', '.join(DTYPES)} or int8"
             )
-        return DtypeChoice(DTYPES[name], "chosen by --dtype")
+        return Precision(DTYPES[name], "chosen by --dtype")
     own = _own(model)
     if model.quantisation is not None and not dequantises:
-        return DtypeChoice(own, "the dtype of its weights that are not quantised")
+        return Precision(own, "the dtype of its weights that are not quantised")
     narrow = _narrow(model)
     if device.type != "cpu" or narrow is None:
-        return DtypeChoice(own, "the dtype of its weights")
+        return Precision(own, "the dtype of its weights")
     return _on_cpu(narrow, model)
 
 
-def check_room(model: PreparedModel, device: torch.device, choice: DtypeChoice) -> None:
+def check_room(model: ModelFiles, device: torch.device, precision: Precision) -> None:
     """Raises RunError if 16-bit or quantised weights that are widened to float32 on a CPU do not
     fit into its free memory.
 
@@ -171,9 +162,9 @@ def check_room(model: PreparedModel, device: torch.device, choice: DtypeChoice) 
     narrow = _narrow(model)
     if (
         device.type != "cpu"
-        or choice.dtype != torch.float32
+        or precision.dtype != torch.float32
         or narrow is None
-        or choice.quantise is not None
+        or precision.rounding is not None
     ):
         return
     needed = _float32_bytes(model)
@@ -188,11 +179,11 @@ def check_room(model: PreparedModel, device: torch.device, choice: DtypeChoice) 
         )
 
 
-def _own(model: PreparedModel) -> torch.dtype:
+def _own(model: ModelFiles) -> torch.dtype:
     return DTYPES.get(str(model.shape.dtype), torch.float32)
 
 
-def _narrow(model: PreparedModel) -> torch.dtype | None:
+def _narrow(model: ModelFiles) -> torch.dtype | None:
     """Returns the 16-bit dtype of a model that is stored in fewer bits than float32 has; None for
     one that is stored in float32."""
     own = _own(model)
@@ -201,11 +192,11 @@ def _narrow(model: PreparedModel) -> torch.dtype | None:
     return torch.bfloat16 if is_gguf(model.folder) and not _is_stored_in_floats(model) else None
 
 
-def _is_stored_in_floats(model: PreparedModel) -> bool:
+def _is_stored_in_floats(model: ModelFiles) -> bool:
     return all(kind in _STORED_FLOATS for _, kind in stored_tensors(model.folder).values())
 
 
-def _on_cpu(narrow: torch.dtype, model: PreparedModel) -> DtypeChoice:
+def _on_cpu(narrow: torch.dtype, model: ModelFiles) -> Precision:
     """Returns float32 for a model of the 16-bit dtype `narrow`; `narrow` if its weights take too
     much memory in float32.
 
@@ -215,14 +206,14 @@ def _on_cpu(narrow: torch.dtype, model: PreparedModel) -> DtypeChoice:
     needed = _float32_bytes(model)
     total = total_memory()
     if total is None or needed <= _SHARE_OF_MEMORY * total:
-        return DtypeChoice(torch.float32, "the dtype of all models on a CPU")
+        return Precision(torch.float32, "the dtype of all models on a CPU")
     memory = f"{_gib(needed)} of this machine's {_gib(total)} of memory"
     stored = ", as it is stored" if _is_stored_in_floats(model) else ""
     warning = f"{model.name} runs in {_name(narrow)}{stored}: in float32 it would take {memory}"
-    return DtypeChoice(narrow, "in float32 the weights would take too much memory", warning=warning)
+    return Precision(narrow, "in float32 the weights would take too much memory", warning=warning)
 
 
-def _float32_bytes(model: PreparedModel) -> int:
+def _float32_bytes(model: ModelFiles) -> int:
     return sum(model.parameters.values()) * torch.float32.itemsize
 
 
@@ -234,9 +225,7 @@ def _gib(count: int) -> str:
     return f"{count / (1 << 30):,.1f} GiB"
 
 
-def weight_bytes(
-    prepared: PreparedModel, device: torch.device, weights: DtypeChoice
-) -> dict[str, int]:
+def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) -> dict[str, int]:
     """Returns the bytes of each of a model's tensors in memory, by name.
 
     A quantised checkpoint's weights stay packed as in its files, unless they are dequantised on
@@ -244,8 +233,8 @@ def weight_bytes(
     from the embedding. Raises SpecgenError for unreadable files.
     """
     size = weights.dtype.itemsize
-    stored = stored_tensors(prepared.folder)
-    if prepared.quantisation is not None and not prepared.dequantises_on(device):
+    stored = stored_tensors(files.folder)
+    if files.quantisation is not None and not files.dequantises_on(device):
         each = {
             name: size if kind in _STORED_FLOATS else _BYTES.get(kind, 1)
             for name, (_, kind) in stored.items()
@@ -253,14 +242,14 @@ def weight_bytes(
         return {
             name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()
         }
-    found = {name: count * size for name, count in prepared.parameters.items()}
-    if weights.quantise is not None:
+    found = {name: count * size for name, count in files.parameters.items()}
+    if weights.rounding is not None:
         tables = {name: name for name in found if len(stored[name][0]) == 2}
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding
         for name, own in tables.items():
             found[name] = quantised_bytes(
-                weights.quantise, prepared.parameters[own], stored[own][0][0]
+                weights.rounding, files.parameters[own], stored[own][0][0]
             )
     return found
