@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from rich.text import Text
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import parse_pairs
-from specgen.base.types import LARGEST
+from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
 from specgen.cli.opening import choose, choose_found, models_in_words, open_pair, show_overlap
@@ -25,6 +24,7 @@ from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
 from specgen.cli.prompts_file import PromptsFile, holds_prompts
+from specgen.compare.prompts import Prompt as Question
 from specgen.compare.prompts import load_prompts
 from specgen.pair.prompts import Prompt, messages
 from specgen.traces.writer import TraceWriter
@@ -32,9 +32,10 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.methods.base import Method
+    from specgen.methods.base import Choice, Method
     from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
+    from specgen.pair.profile import Profile
 
 
 def generate(
@@ -45,141 +46,212 @@ def generate(
 ) -> None:
     """Continues the prompt and shows the output, or with --help-method describes the method. Raises
     SpecgenError for wrong options and RunError for failures while running."""
-    named, given = (None, {}) if asked.method is None else methods.split(asked.method)
     if asked.help_method:
-        from specgen.view.pair_report import method_card
-
-        method_card(
-            theme.console(no_color=output.no_color), methods.find(named or methods.DEFAULT_METHOD)
-        )
+        _describe_method(asked.method, output)
         return
     params = sampling.params()
-    given = {**given, **parse_pairs(asked.settings or [])}
-    chosen = methods.find(methods.DEFAULT_METHOD if named is None else named)
-    if chosen.needs_draft_model and not models.has_draft:
-        raise chosen.without_part(models.target)
-    settings = methods.resolve(chosen, given)
-    chosen.check_request(settings, params)
-    by_text = settings.drafts_text
-    record = output.record is not None
+    choice = _choice(asked, models, params)
     _check_options(asked, output)
-    prompts = (
-        None
-        if asked.prompts is None
-        else load_prompts(asked.prompts, all_turns=True, for_tuning=None)
-    )
-    is_read_in_turns = _is_read_in_turns(asked, output)
-    prompt = None
-    if prompts is None and not is_read_in_turns:
-        prompt = PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
-    check_outputs(
-        {"--trace": output.trace}, [("--file", asked.file), ("--prompts", asked.prompts)], models
-    )
+    prompts, prompt = _inputs(asked, output, models)
+
     err = theme.console(stderr=True, no_color=output.no_color)
-    quiet = output.quiet
-    sequential = chosen.uses_draft_model and not chosen.is_parallel and not by_text
     with ExitStack() as opened:
-        trace = (
-            None
-            if output.trace is None
-            else opened.enter_context(closing(TraceWriter(output.trace)))
-        )
+        trace = None
+        if output.trace is not None:
+            trace = opened.enter_context(closing(TraceWriter(output.trace)))
         _say_what_is_lost(asked, output, err)
-        tuned_for = None if given else params
-        pair, profile = open_pair(
-            models,
-            err,
-            quiet=quiet,
-            parallel=chosen.is_parallel,
-            sequential=sequential,
-            tuned_for=tuned_for,
-            remembered=True,
-            find=_looked_for(chosen, sequential=sequential),
-            is_method_named=named is not None,
-        )
+        is_named = asked.method is not None
+        pair, profile = _open_pair(models, choice, params, err, output, is_named=is_named)
         opened.enter_context(pair)
-        text = "" if prompt is None else prompt.text()
-        if prompt is not None and prompt.note and not quiet:
-            err.print(Text(prompt.note), soft_wrap=True)
-        name, values, tuned = choose(profile, named, given)
-        if models.finds and profile is None and named is None:
-            name = choose_found(
-                pair, prompts[0].text if prompts else text, params, err, quiet=quiet
-            )
-        if (
-            tuned
-            and models.finds
-            and pair.draft is not None
-            and methods.find(name).uses_draft_model
-        ):
-            tuned += f", drafted by {pair.draft.name}"
-        where = (
-            f"{pair.target.device} {pair.target.dtype_name}"
-            if "auto" in (models.device, models.dtype)
-            else ""
+
+        text = "" if prompt is None else _whole_text(prompt, err, quiet=output.quiet)
+        name, settings, tuned = choose(
+            profile, choice.method.name if is_named else None, choice.given
+        )
+        if models.finds and profile is None and not is_named:
+            trial_text = prompts[0].text if prompts else text
+            name = choose_found(pair, trial_text, params, err, quiet=output.quiet)
+        draft = pair.draft if methods.find(name).uses_draft_model else None
+        if tuned and models.finds and draft is not None:
+            tuned += f", drafted by {draft.name}"
+
+        decoding = Decoding(name, settings, params, output)
+        answers = _Answers(asked, pair, decoding, tuned, _where(pair, models), trace, err)
+        if asked.file is not None and asked.prompt is None:
+            _say_that_prompts_are_one_text(asked.file, text, err, quiet=output.quiet)
+        if prompts is not None:
+            answers.answer_each(prompts)
+        elif prompt is not None:
+            answers.answer(text)
+        else:
+            answers.converse(sampling.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Answers what the user asked, decoded as `decoding` says. `tuned` and `where` are for the
+    footer: see `OutputWriter`."""
+
+    asked: GenerateOptions
+    pair: Pair
+    decoding: Decoding
+    tuned: str
+    where: str
+    trace: TraceWriter | None
+    err: Console
+
+    def answer(self, text: str) -> None:
+        """Answers one prompt."""
+        prompt = messages(text, self.asked.system) if self.asked.chat else text
+        writer = self._writer(prompt, self.decoding)
+        _say_what_decodes(self.pair, self.decoding, self.err)
+        writer.write()
+
+    def answer_each(self, prompts: Sequence[Question]) -> None:
+        """Answers each prompt of --prompts."""
+        file = PromptsFile(self.pair, prompts, self.asked, self.decoding, self.err)
+        # not before the prompts are checked: a mistake is one line
+        _say_what_decodes(self.pair, self.decoding, self.err)
+        file.run(self._writer, self.trace)
+
+    def converse(self, limit: int | None) -> None:
+        """Answers what the user types, each answer of at most `limit` tokens (None: no limit)."""
+        _say_what_decodes(self.pair, self.decoding, self.err)
+        decoding = _with_limit_of_turns(self.decoding, limit)
+        Conversation(self._writer, self.err, self.asked.system, decoding).run()
+
+    def _writer(
+        self, prompt: Prompt, decoding: Decoding, keys: Mapping[str, Any] | None = None
+    ) -> OutputWriter:
+        """Returns the writer of the answer to `prompt`, decoded as `decoding` says. What has to be
+        measured first is measured now. Raises SpecgenError if the method cannot run."""
+        pair = self.pair
+        quiet = self.decoding.output.quiet
+        is_recorded = self.decoding.output.record is not None
+        request = pair.request(
+            prompt, decoding.name, decoding.sampling, record=is_recorded, **decoding.settings
+        )
+        measures = request.method.may_measure(request.settings)
+        with Progress(self.err, quiet=quiet or not measures) as progress:
+            progress.announce("preparing")
+            run = pair.prepare(request)
+
+        unused = pair.parts.unused(request.method.name, request.method.head)
+        if unused is not None and not quiet:
+            self.err.print(Text(unused), soft_wrap=True)
+
+        first = self.decoding
+        is_first = (decoding.name, decoding.settings) == (first.name, first.settings)
+        tuned = self.tuned if is_first else ""
+        return OutputWriter(
+            pair, request, run, decoding.output, tuned, self.trace, self.where, keys
         )
 
-        def start(
-            prompt: Prompt, decoding: Decoding, keys: Mapping[str, Any] | None = None
-        ) -> OutputWriter:
-            request = pair.request(
-                prompt, decoding.name, decoding.sampling, record=record, **decoding.settings
-            )
-            with Progress(
-                err, quiet=quiet or not request.method.may_measure(request.settings)
-            ) as loading:
-                loading.announce("preparing")
-                run = pair.prepare(request)
-            if (
-                unused := pair.parts.unused(request.method.name, request.method.head)
-            ) is not None and not quiet:
-                err.print(Text(unused), soft_wrap=True)
-            by_profile = tuned if (decoding.name, decoding.settings) == (name, values) else ""
-            return OutputWriter(pair, request, run, decoding.output, by_profile, trace, where, keys)
 
-        if asked.file is not None and asked.prompt is None and holds_prompts(text) and not quiet:
-            err.print(
-                Text(
-                    f"{asked.file} is continued as one text; --prompts {asked.file} "
-                    "answers each of its prompts"
-                )
-            )
-        decoding = Decoding(name, values, params, output)
-        say = partial(_say_what_decodes, pair, name, values, err, quiet=quiet)
-        if is_read_in_turns:
-            say()
-            Conversation(
-                start, err, asked.system, _with_limit_of_turns(decoding, sampling.max_new_tokens)
-            ).run()
-        elif prompts is not None:
-            answers = PromptsFile(pair, prompts, asked, decoding, err)
-            say()  # a mistake in the options or in a prompt is one line
-            answers.run(start, trace)
-        else:
-            answer = start(messages(text, asked.system) if asked.chat else text, decoding)
-            say()
-            answer.write()
+def _describe_method(written: str | None, output: GenerateOutput) -> None:
+    """Prints the description of the method in the value of --method, or of the default one."""
+    from specgen.view.pair_report import method_card
+
+    name = "" if written is None else methods.split(written)[0]
+    method = methods.find(name or methods.DEFAULT_METHOD)
+    method_card(theme.console(no_color=output.no_color), method)
+
+
+def _choice(asked: GenerateOptions, models: DecodingOptions, params: SamplingParams) -> Choice:
+    """Returns the method of --method, else the default one, with the settings that the user gave.
+    Raises SpecgenError if they are wrong, or if the method lacks a draft model."""
+    name, settings = methods.split(methods.DEFAULT_METHOD if asked.method is None else asked.method)
+    settings |= parse_pairs(asked.settings or [])
+    method = methods.find(name)
+    if method.needs_draft_model and not models.has_draft:
+        raise method.without_part(models.target)
+    choice = methods.choose(name, settings)
+    method.check_request(choice.settings, params)
+    return choice
+
+
+def _inputs(
+    asked: GenerateOptions, output: GenerateOutput, models: DecodingOptions
+) -> tuple[list[Question] | None, PromptInput | None]:
+    """Returns the prompts of --prompts, or the one prompt; neither for a conversation. Raises
+    SpecgenError if they cannot be read, or if an output would replace what is read."""
+    prompts = None
+    prompt = None
+    if asked.prompts is not None:
+        prompts = load_prompts(asked.prompts, all_turns=True, for_tuning=None)
+    elif not _is_read_in_turns(asked, output):
+        prompt = PromptInput(asked.prompt, asked.file, reads_stdin=not asked.no_stdin)
+    inputs = [("--file", asked.file), ("--prompts", asked.prompts)]
+    check_outputs({"--trace": output.trace}, inputs, models)
+    return prompts, prompt
+
+
+def _open_pair(
+    models: DecodingOptions,
+    choice: Choice,
+    params: SamplingParams,
+    err: Console,
+    output: GenerateOutput,
+    *,
+    is_named: bool,
+) -> tuple[Pair, Profile | None]:
+    """Loads the models that the method needs, as `opening.open_pair`. A profile is looked for
+    unless the user gave settings."""
+    method = choice.method
+    drafts_text = choice.settings.drafts_text
+    is_sequential = method.uses_draft_model and not method.is_parallel and not drafts_text
+    return open_pair(
+        models,
+        err,
+        quiet=output.quiet,
+        parallel=method.is_parallel,
+        sequential=is_sequential,
+        tuned_for=None if choice.given else params,
+        remembered=True,
+        find=_looked_for(method, sequential=is_sequential),
+        is_method_named=is_named,
+    )
+
+
+def _whole_text(prompt: PromptInput, err: Console, *, quiet: bool) -> str:
+    """Waits for what is piped in, and returns the whole prompt. Prints why nothing was joined."""
+    text = prompt.text()
+    if prompt.note and not quiet:
+        err.print(Text(prompt.note), soft_wrap=True)
+    return text
+
+
+def _where(pair: Pair, models: DecodingOptions) -> str:
+    """Returns the target's device and dtype, if one of them was chosen for the user; else ""."""
+    if "auto" not in (models.device, models.dtype):
+        return ""
+    return f"{pair.target.device} {pair.target.dtype_name}"
+
+
+def _say_that_prompts_are_one_text(file: Path, text: str, err: Console, *, quiet: bool) -> None:
+    """Prints, if the text of --file is one of prompts in JSON lines, that it is one prompt here."""
+    if quiet or not holds_prompts(text):
+        return
+    note = f"{file} is continued as one text; --prompts {file} answers each of its prompts"
+    err.print(Text(note))
 
 
 def _with_limit_of_turns(decoding: Decoding, limit: int | None) -> Decoding:
-    """Returns how a conversation decodes: without a limit on answers, unless the user gave one."""
+    """Returns the decoding of a conversation: answers end at `limit` tokens, None for no limit."""
     if limit is not None:
         return decoding
     return replace(decoding, sampling=replace(decoding.sampling, max_new_tokens=LARGEST))
 
 
-def _say_what_decodes(
-    pair: Pair, name: str, settings: Mapping[str, object], err: Console, *, quiet: bool
-) -> None:
-    """Prints the models, their device and dtype, and the method, and how much of the text the draft
-    model can draft. Nothing with `quiet`."""
-    if quiet:
+def _say_what_decodes(pair: Pair, decoding: Decoding, err: Console) -> None:
+    """Prints the models, their device and dtype, the method, and how much of the text the draft
+    model can draft; nothing with --quiet."""
+    if decoding.output.quiet:
         return
-    uses_draft = methods.find(name).uses_draft_model
-    err.print(
-        Text(f"{models_in_words(pair, with_draft=uses_draft)}, {name}", "quiet"), soft_wrap=True
-    )
-    if uses_draft and settings.get("translation") != "text":
+    uses_draft = methods.find(decoding.name).uses_draft_model
+    models = models_in_words(pair, with_draft=uses_draft)
+    err.print(Text(f"{models}, {decoding.name}", "quiet"), soft_wrap=True)
+    if uses_draft and decoding.settings.get("translation") != "text":
         show_overlap(pair, err)
 
 
@@ -191,10 +263,10 @@ def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
             "--record distributions is given without --trace or --json",
             "Add --trace FILE.jsonl, or --json",
         )
-    for given in (asked.prompt, asked.file):
-        if asked.prompts is not None and given is not None:
+    for prompt in (asked.prompt, asked.file):
+        if asked.prompts is not None and prompt is not None:
             raise SpecgenError(
-                f"--prompts {asked.prompts} and {given} are given", "Leave one of them out"
+                f"--prompts {asked.prompts} and {prompt} are given", "Leave one of them out"
             )
     if asked.system is None:
         return
@@ -207,8 +279,8 @@ def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
 
 
 def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Console) -> None:
-    """Prints that a recorded run is replaced by that of one prompt. Raises SpecgenError if the
-    trace holds what is not."""
+    """Prints that --trace replaces an earlier run of one prompt. Raises SpecgenError if the file
+    holds the runs of several prompts."""
     if asked.prompts is not None or output.trace is None:
         return
     if _is_recorded(output.trace) and not output.quiet:
@@ -218,12 +290,12 @@ def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Conso
 
 
 def _is_recorded(path: Path) -> bool:
-    """Whether a file holds a run of `generate`, which a new one may replace.
+    """Whether a file holds a run of one prompt, which a new run may replace.
 
-    Raises SpecgenError if it holds the runs of several prompts, of `generate --prompts` or of
-    `compare`: they take long.
+    Raises SpecgenError if it holds runs of several prompts, of `generate --prompts` or of
+    `compare`: they took long.
     """
-    if not path.is_file():  # a pipe cannot be read without its reader's loss
+    if not path.is_file():  # what is read from a pipe is lost for its reader
         return False
     try:
         with path.open("rb") as file:
@@ -239,7 +311,7 @@ def _is_recorded(path: Path) -> bool:
 
 
 def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
-    """Returns what to look for on this machine that drafts for the method, as in `specgen.load`.
+    """Returns the value of `find`, as in `specgen.load`, for this method.
 
     `sequential`: the method runs a draft model in this process.
     """
@@ -253,8 +325,8 @@ def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
 
 
 def _is_read_in_turns(asked: GenerateOptions, output: GenerateOutput) -> bool:
-    """Whether the user types messages: a conversation."""
-    has_text = any(given is not None for given in (asked.prompt, asked.file, asked.prompts))
+    """Whether this is a conversation: the user types the messages on a terminal."""
+    has_text = any(text is not None for text in (asked.prompt, asked.file, asked.prompts))
     return asked.chat and not has_text and _is_on_terminal() and not output.json
 
 
