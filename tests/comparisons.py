@@ -175,6 +175,6 @@ def comparison() -> Report:
     predicted = {"svip": {"eq14": 1.25, "pass_costs": 1.5}}
     made = [
         replace(each, predicted=predicted.get(each.spec.written, NO_PREDICTION))
-        for each in report.made
+        for each in report.methods
     ]
-    return replace(report, made=made, notes="A note.")
+    return replace(report, methods=made, notes="A note.")

@@ -118,12 +118,12 @@ def test_text_in_csv_files_is_no_formula_and_no_control_sequence(text: str, cell
         prompts=[replace(prompt, category=text) for prompt in results.config.prompts],
     )
     report = report_of(results, by_category=True)
-    rows = list(csv.DictReader(io.StringIO(csv_text(report.made, by_category=True))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(report.methods, by_category=True))))
     assert {row["category"] for row in rows} == {"", cell}
     assert all(float(row["speedup"]) > 0 for row in rows if row["method"] == "svip"), (
         "numbers stay numbers"
     )
-    csv_text(report.made, by_category=True).encode()
+    csv_text(report.methods, by_category=True).encode()
     assert not UNSAFE.search("\n".join(line.plain for line in page(report, 200)))
 
 

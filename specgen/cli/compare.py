@@ -1,8 +1,8 @@
 """`specgen compare`: measures methods against plain decoding on a pair of models and a set of
-prompts.
+prompts, and writes the results as a table, JSON, CSV, SVG and HTML.
 
-Continues an earlier trace if one is given, and writes the results as table, JSON, CSV, SVG and
-HTML."""
+An interrupted comparison is continued from its trace.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specgen.base.files import examples_file, write_pieces
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json, significant
-from specgen.base.types import QUANTISED
+from specgen.base.types import QUANTISED, SamplingParams
 from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
@@ -38,8 +38,7 @@ from specgen.compare.results import (
     method_results,
     with_predictions,
 )
-from specgen.compare.runner import RecordedComparison, Runner, read_comparison
-from specgen.compare.verdict import Difference
+from specgen.compare.runner import BenchmarkStep, RecordedComparison, Runner, read_comparison
 from specgen.traces.writer import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
@@ -47,14 +46,16 @@ from specgen.view.comparison_columns import as_json, csv_text
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
 
 
-# of a comparison without options; in seconds
+# of a comparison without options
 USUAL_PROMPTS = 8
 USUAL_METHODS = 6
-USUAL_BUDGET = 60.0
+USUAL_BUDGET = 60.0  # seconds
 ENDED_BY_BUDGET = "The time was up (--budget SECONDS); -m all compares every method."
 
 
@@ -71,55 +72,21 @@ def compare(
     options, and as `Comparison.run`."""
     begin = time.perf_counter()
     is_default = not given(asked) and output.trace_path is None
-    prompts = asked.prompts or examples_file()
     sampling = options.params()
-    limit = USUAL_PROMPTS if asked.limit is None and asked.prompts is None else asked.limit
     if asked.budget is not None and not asked.budget > 0:
         raise SpecgenError(f"--budget is {asked.budget:g}", "It has to be above 0 seconds")
-    check_outputs(output.files, [("--prompts", prompts)], models)
+    check_outputs(output.files, [("--prompts", asked.prompts or examples_file())], models)
     err = theme.console(stderr=True, no_color=output.no_color)
     with ExitStack() as opened:
-        path = output.trace_path  # locked before it is read
-        trace = (
-            None
-            if path is None
-            else opened.enter_context(closing(TraceWriter(path, resumes=output.resume is not None)))
-        )
+        trace = None
+        if output.trace_path is not None:  # locked before it is read
+            writer = TraceWriter(output.trace_path, resumes=output.resume is not None)
+            trace = opened.enter_context(closing(writer))
         recorded = None if output.resume is None else read_comparison(output.resume)
-        specs = (
-            recorded.specs()
-            if recorded is not None and not asked.methods
-            else parse_specs(asked.methods or [])
-        )
-        config = BenchmarkConfig(
-            specs,
-            load_prompts(prompts, category=asked.category, limit=limit, all_turns=asked.turns),
-            asked.repeats,
-            sampling,
-            asked.chat,
-            output.record is not None,
-            output.perplexity or (recorded is not None and recorded.has("perplexity")),
-            output.energy or (recorded is not None and recorded.has("energy")),
-        )
-        parallel = any(spec.choice.method.is_parallel for spec in specs)
-        in_turn = [
-            spec.choice
-            for spec in specs
-            if spec.choice.method.needs_draft_model and not spec.choice.method.is_parallel
-        ]
-        sequential = any(not choice.settings.drafts_text for choice in in_turn)
+        config = _config(asked, sampling, output, recorded)
         is_tuned = _takes_profile(asked, models, recorded)
-        tuned_for = sampling if is_tuned else None
-        pair, profile = open_pair(
-            models,
-            err,
-            quiet=output.quiet,
-            parallel=parallel,
-            sequential=sequential,
-            tuned_for=tuned_for,
-            find="untried"
-            if any(spec.is_baseline or spec.choice.method.uses_draft_model for spec in specs)
-            else "heads",
+        pair, profile = _open_pair(
+            models, config.specs, err, output, tuned_for=sampling if is_tuned else None
         )
         opened.enter_context(pair)
         if asked.tuned and profile is None:
@@ -127,42 +94,126 @@ def compare(
                 "--tuned is given, and there is no tuned profile for these models here",
                 "Run specgen tune",
             )
-        if recorded is None and not output.quiet and (parallel or sequential):
+        drafts = _drafts_meanwhile(config.specs) or _drafts_in_turn(config.specs)
+        if recorded is None and not output.quiet and drafts:
             show_overlap(pair, err)
+
         if not asked.methods and recorded is None:
-            specs = fastest_specs(pair, profile, specs)
-            config = replace(config, specs=specs)
+            config = replace(config, specs=fastest_specs(pair, profile, config.specs))
         if not is_tuned and models.uses_profile:
-            # which only tells whose settings these are
+            # only to tell which settings are the profile's
             profile = find_profile(pair, sampling, None, lambda _: None)
         if profile is not None:
-            # a resumed one keeps its settings
+            # a resumed comparison keeps its settings
             keep = not is_tuned or (recorded is not None and not asked.methods)
-            specs, taken = tuned_specs(profile, specs, keep=keep)
+            specs, taken = tuned_specs(profile, config.specs, keep=keep)
             config = replace(config, specs=specs)
             if taken and not output.quiet:
                 err.print(Text(f"tuned: {taken}"), soft_wrap=True)
-        runner = Runner(pair, config, trace)
-        runner.check()
-        if recorded is not None and trace is not None:
-            runner.resume(recorded)
-            trace.keep = recorded.end
-        elif trace is not None and path is not None and path.is_file():
-            runner, said = _continued(runner, trace, path)
-            if said and not output.quiet:
-                err.print(Text(said), soft_wrap=True)
+
+        runner, note = _runner(pair, config, trace, recorded, output.trace_path)
+        if note and not output.quiet:
+            err.print(Text(note), soft_wrap=True)
         runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         Comparison(runner, output).run()
+
+
+def _config(
+    asked: CompareOptions,
+    sampling: SamplingParams,
+    output: CompareOutput,
+    recorded: RecordedComparison | None,
+) -> BenchmarkConfig:
+    """Returns what the options ask to measure: the methods of --methods, else those of the recorded
+    comparison, else the usual ones."""
+    if recorded is not None and not asked.methods:
+        specs = recorded.specs()
+    else:
+        specs = parse_specs(asked.methods or [])
+    limit = asked.limit
+    if limit is None and asked.prompts is None:
+        limit = USUAL_PROMPTS
+    prompts = load_prompts(
+        asked.prompts, category=asked.category, limit=limit, all_turns=asked.turns
+    )
+    return BenchmarkConfig(
+        specs,
+        prompts,
+        asked.repeats,
+        sampling,
+        asked.chat,
+        output.record is not None,
+        output.perplexity or (recorded is not None and recorded.has("perplexity")),
+        output.energy or (recorded is not None and recorded.has("energy")),
+    )
+
+
+def _drafts_meanwhile(specs: Sequence[MethodSpec]) -> bool:
+    """Whether one of the methods drafts while the target verifies (PEARL)."""
+    return any(spec.choice.method.is_parallel for spec in specs)
+
+
+def _drafts_in_turn(specs: Sequence[MethodSpec]) -> bool:
+    """Whether one of the methods runs the draft model in turn with the target, in this process."""
+    for spec in specs:
+        method = spec.choice.method
+        is_in_turn = method.needs_draft_model and not method.is_parallel
+        if is_in_turn and not spec.choice.settings.drafts_text:
+            return True
+    return False
+
+
+def _open_pair(
+    models: DecodingOptions,
+    specs: Sequence[MethodSpec],
+    err: Console,
+    output: CompareOutput,
+    *,
+    tuned_for: SamplingParams | None,
+) -> tuple[Pair, Profile | None]:
+    """Loads the models that the methods need: `opening.open_pair`."""
+    needs_model = any(spec.is_baseline or spec.choice.method.uses_draft_model for spec in specs)
+    return open_pair(
+        models,
+        err,
+        quiet=output.quiet,
+        parallel=_drafts_meanwhile(specs),
+        sequential=_drafts_in_turn(specs),
+        tuned_for=tuned_for,
+        find="untried" if needs_model else "heads",
+    )
+
+
+def _runner(
+    pair: Pair,
+    config: BenchmarkConfig,
+    trace: TraceWriter | None,
+    recorded: RecordedComparison | None,
+    path: Path | None,
+) -> tuple[Runner, str]:
+    """Returns what runs the comparison, with the finished runs of `recorded`, or of an interrupted
+    comparison in the trace `path`. Also returns a sentence about them for the user; it may be
+    empty."""
+    runner = Runner(pair, config, trace)
+    runner.check()
+    if trace is None:
+        return runner, ""
+    if recorded is not None:
+        runner.resume(recorded)
+        trace.keep = recorded.end
+        return runner, ""
+    if path is not None and path.is_file():
+        return _continued(runner, trace, path)
+    return runner, ""
 
 
 def _takes_profile(
     asked: CompareOptions, models: DecodingOptions, recorded: RecordedComparison | None
 ) -> bool:
-    """Whether methods without settings run with those of the tuned profile, and its draft: methods
-    that the user named only with --tuned or --profile. A resumed comparison loads the draft that it
-    had.
+    """Whether methods without settings run with the settings and the draft of the tuned profile.
 
-    Raises SpecgenError for options that contradict each other.
+    Methods that the user named do so only with --tuned or --profile. A resumed comparison loads the
+    draft that it had. Raises SpecgenError for options that contradict each other.
     """
     if asked.tuned and not models.uses_profile:
         raise SpecgenError("--tuned and --profile none are given", "Leave one of them out")
@@ -176,11 +227,11 @@ def _takes_profile(
 
 
 def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, str]:
-    """Returns the runner, with the finished runs in the trace if it is that of the same comparison,
-    interrupted. Any other file is written anew.
+    """Returns the runner with the finished runs in the trace, if it is the same comparison's and
+    that was interrupted; else a new runner, which writes the file anew.
 
-    Also returns a sentence for the user: which runs are continued, or why those of another
-    comparison are not; it may be empty.
+    Also returns a sentence for the user: which runs are continued, or why none are; it may be
+    empty.
     """
     new = Runner(runner.pair, runner.config, trace)
     try:
@@ -200,24 +251,22 @@ def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, 
 def fastest_specs(
     pair: Pair, profile: Profile | None, specs: Sequence[MethodSpec]
 ) -> list[MethodSpec]:
-    """Returns those of the methods that can run with the pair, plain decoding and the
-    `USUAL_METHODS` that are likely to be fast.
-
-    With a profile, these are the ones that tuning expects to be, whether or not they are among
-    `specs`.
-    """
+    """Returns plain decoding, the first of `specs`, and `USUAL_METHODS` methods that can run with
+    the pair and are likely to be fast: the first ones of `specs`, or with a profile the lossless
+    methods that tuning expects to be the fastest."""
     from specgen.tune.pair_inspection import obstacle
 
+    reference = specs[0]
     names = [spec.name for spec in specs[1:]]
     if profile is not None:
-        known = {
+        speedups = {
             name: tuned.predicted
             for name, tuned in profile.methods.items()
             if methods.find(name).lossless
         }
-        names = sorted(known, key=lambda name: -known[name])
-    able = (name for name in names if name != specs[0].name and obstacle(pair, name) is None)
-    return [specs[0], *parse_specs(list(islice(able, USUAL_METHODS)))[1:]]
+        names = sorted(speedups, key=lambda name: -speedups[name])
+    runnable = (name for name in names if name != reference.name and obstacle(pair, name) is None)
+    return [reference, *parse_specs(list(islice(runnable, USUAL_METHODS)))[1:]]
 
 
 class Comparison:
@@ -230,50 +279,42 @@ class Comparison:
         self._err = theme.console(stderr=True, no_color=output.no_color)
 
     def run(self) -> None:
-        """Measures all methods, then writes all outputs. If an error or an interruption ends the
-        measurements, the results so far are written before it is raised. Raises SpecgenError if a
-        lossless method's output differs from plain decoding's, if a method failed while running, or
-        if a file could not be written."""
+        """Measures all methods, then writes all outputs.
+
+        If an error or an interruption ends the measurements, it is raised after the results so far
+        are written. Raises SpecgenError if a lossless method's output differs from plain
+        decoding's, if a method failed while running, or if a file could not be written.
+        """
         costs, ended = self._measure()
-        made = method_results(self._results)
+        results = method_results(self._results)
         if costs is not None:
-            made = with_predictions(made, self._results, costs)
+            results = with_predictions(results, self._results, costs)
         is_interrupted = isinstance(ended, KeyboardInterrupt)
-        notes = (
-            [self._interruption()]
-            if is_interrupted
-            else [ENDED_BY_BUDGET]
-            if self._runner.is_cut
-            else []
-        )
-        shown = self._report(made, " ".join(notes + self._energy_notes()))
+        notes = self._energy_notes()
+        if is_interrupted:
+            notes.insert(0, self._interruption())
+        elif self._runner.is_cut:
+            notes.insert(0, ENDED_BY_BUDGET)
+        report = self._report(results, " ".join(notes))
         with interrupts.held():
             try:
-                self._print(shown, costs)
+                self._print(report, costs)
             finally:  # also if the reader has closed the pipe
-                unwritten = self._write_files(shown)
+                unwritten = self._write_files(report)
         if is_interrupted and not unwritten:
             raise ReportedInterrupt
-        errors: list[SpecgenError] = [
-            self._error(result.spec, result.broken) for result in made if result.broken is not None
-        ]
-        errors += [*([ended] if isinstance(ended, SpecgenError) else []), *unwritten]
-        # a method that failed while running is an error; one that lacks something, such as a head,
-        # is not
+        errors = [self._error(result) for result in results if result.broken is not None]
+        if isinstance(ended, SpecgenError):
+            errors.append(ended)
+        errors += unwritten
         if not errors:
-            failed = [
-                (result.name, result.failure)
-                for result in made
-                if isinstance(result.failure, RunError)
-            ]
-            errors = [
-                RunError(f"{name}: {failure.message}", failure.hint) for name, failure in failed
-            ]
+            errors = _failures(results)
         if errors:
-            raise type(errors[0])("; ".join(each.message for each in errors), errors[0].hint)
+            message = "; ".join(error.message for error in errors)
+            raise type(errors[0])(message, errors[0].hint)
 
     def _measure(self) -> tuple[dict[str, Any] | None, KeyboardInterrupt | SpecgenError | None]:
-        """Measures all methods and, if requested, the costs of passes. Returns the costs (None if
+        """Measures all methods, and with --predict the costs of passes. Returns the costs (None if
         they were not measured), and the error or interruption that ended the measurements early
         (None if nothing did)."""
         with interrupts.caught():
@@ -281,13 +322,10 @@ class Comparison:
                 with Progress(self._err, quiet=self._output.quiet) as progress:
                     for step in self._runner.steps():
                         if not progress.is_silent:
-                            with interrupts.held():
-                                # the intervals still change
-                                made = method_results(self._results, resamples=200)
-                                views.show_step(progress, self._report(made), step)
-                return measure_costs(
-                    self._runner.pair, self._results
-                ) if self._output.predict else None, None
+                            self._show_step(progress, step)
+                if not self._output.predict:
+                    return None, None
+                return measure_costs(self._runner.pair, self._results), None
             except KeyboardInterrupt as interruption:
                 return None, interruption
             except SpecgenError as error:
@@ -295,10 +333,16 @@ class Comparison:
                     raise
                 return None, error
 
-    def _report(self, made: Sequence[MethodResult], notes: str = "") -> views.Report:
+    def _show_step(self, progress: Progress, step: BenchmarkStep) -> None:
+        with interrupts.held():
+            # fewer resamples: the intervals still change
+            results = method_results(self._results, resamples=200)
+            views.show_step(progress, self._report(results), step)
+
+    def _report(self, results: Sequence[MethodResult], notes: str = "") -> views.Report:
         where = models_in_words(self._runner.pair)
         return views.Report(
-            self._results, made, where, self._output.by_category, self._output.phases, notes
+            self._results, results, where, self._output.by_category, self._output.phases, notes
         )
 
     def _interruption(self) -> str:
@@ -309,45 +353,42 @@ class Comparison:
         return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:
-        """A sentence that says how joules were counted or why they are unavailable. Empty if energy
-        was not requested."""
-        energy = next(
-            (run.line["energy"] for run in self._results.runs.values() if run.line.get("energy")),
-            None,
-        )
+        """A sentence that says how joules were counted or why they are unavailable. None without
+        --energy."""
+        energies = [run.line.get("energy") for run in self._results.runs.values()]
+        energy = next(filter(None, energies), None)
         if energy is None or not self._results.config.energy:
             return []
         if energy["joules"] is None:
             return [f"Energy is unavailable: {energy['reason']}."]
         power = f"{significant(energy['idle_watts'])} W"
         return [
-            (
-                f"Joules are those beyond the {power} of the idle devices; 'with idle' adds "
-                f"these ({energy['source']})."
-            )
+            f"Joules are those beyond the {power} of the idle devices; 'with idle' adds "
+            f"these ({energy['source']})."
         ]
 
-    def _print(self, shown: views.Report, costs: dict[str, Any] | None) -> None:
+    def _print(self, report: views.Report, costs: dict[str, Any] | None) -> None:
         if not self._output.json:
             out = theme.console(no_color=self._output.no_color)
-            for text in views.page(shown, theme.width(out)):
+            for text in views.page(report, theme.width(out)):
                 out.print(text)
             return
-        for result in shown.made:
-            line = as_json(result) | {"tuned_on": self._results.config.tuned_on(result.spec)}
-            print_json(
-                line if costs is None else {**line, "predicted": result.predicted, "costs": costs}
-            )
+        for result in report.methods:
+            line = as_json(result)
+            line["tuned_on"] = self._results.config.tuned_on(result.spec)
+            if costs is not None:
+                line |= {"predicted": result.predicted, "costs": costs}
+            print_json(line)
 
-    def _write_files(self, shown: views.Report) -> list[SpecgenError]:
+    def _write_files(self, report: views.Report) -> list[SpecgenError]:
         """Writes the CSV file, the picture and the page, if requested. Returns the errors of those
         that could not be written."""
         output = self._output
         errors = list[SpecgenError]()
         files: tuple[tuple[Path | None, Callable[[], Iterable[str]]], ...] = (
-            (output.csv, lambda: [csv_text(shown.made, by_category=output.by_category)]),
-            (output.svg, lambda: [views.picture(shown)]),
-            (output.html, lambda: self._page(shown)),
+            (output.csv, lambda: [csv_text(report.methods, by_category=output.by_category)]),
+            (output.svg, lambda: [views.picture(report)]),
+            (output.html, lambda: self._page(report)),
         )
         for path, content in files:
             if path is not None:
@@ -357,32 +398,45 @@ class Comparison:
                     errors.append(error)
         return errors
 
-    def _page(self, shown: views.Report) -> Iterator[str]:
+    def _page(self, report: views.Report) -> Iterator[str]:
         from specgen.view.pages import comparison_page
 
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-        return comparison_page(
-            shown, _machine(self._runner.pair), installed, f"specgen {shlex.join(sys.argv[1:])}"
-        )
+        command = f"specgen {shlex.join(sys.argv[1:])}"
+        return comparison_page(report, _machine(self._runner.pair), installed, command)
 
-    def _error(self, spec: MethodSpec, found: Difference) -> SpecgenError:
+    def _error(self, result: MethodResult) -> SpecgenError:
         """Returns the error of a method whose output differs from plain decoding's."""
-        said = found.explanation(spec.written, self._results.label(found.prompt_index))
+        difference = result.broken
+        assert difference is not None
+        prompt = self._results.label(difference.prompt_index)
+        message = difference.explanation(result.spec.written, prompt)
         hint = "This is an error in the method or in a forward pass: please report it with --trace"
-        return OutputDiffersError(said.rstrip("."), hint)
+        return OutputDiffersError(message.rstrip("."), hint)
+
+
+def _failures(results: Sequence[MethodResult]) -> list[SpecgenError]:
+    """Returns the errors of the methods that failed while running. That a method lacks something,
+    such as a head, is no error."""
+    errors = list[SpecgenError]()
+    for result in results:
+        failure = result.failure
+        if isinstance(failure, RunError):
+            errors.append(RunError(f"{result.name}: {failure.message}", failure.hint))
+    return errors
 
 
 def _machine(pair: Pair) -> list[tuple[str, str]]:
-    """Returns (heading, text) pairs that describe the machine with its GPUs that are used, the
-    target and the draft model."""
+    """Returns (heading, text) pairs about the machine with the GPUs that are used, the target and
+    the draft model."""
     import torch
 
     from specgen.pair.pair import devices
 
     gpus = [
-        torch.cuda.get_device_name(each)
-        for each in dict.fromkeys(devices(pair))
-        if each.type == "cuda"
+        torch.cuda.get_device_name(device)
+        for device in dict.fromkeys(devices(pair))
+        if device.type == "cuda"
     ]
     threads = counted(torch.get_num_threads(), "CPU thread")
     rows = [("Machine", ", ".join([machine_in_words(), *gpus, threads]))]

@@ -28,6 +28,7 @@ from specgen.view.progress import Progress
 from specgen.workers.process import DraftProcess, is_possible
 
 TRIAL_ROUNDS = 8
+_WARM_UP_ROUNDS = 2  # of these, not counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,25 +52,25 @@ def open_pair(
     find: bool | Finding = "untried",
     is_method_named: bool = False,
 ) -> tuple[Pair, Profile | None]:
-    """Loads the models and runs them once to warm them up, with a progress line on the console
-    `err`. Returns the pair, and the profile for sampling as in `tuned_for`; None if there is no
-    profile, or if `tuned_for` is None.
+    """Loads the models and warms them up, with a progress line on the console `err`. Returns the
+    pair as it was tuned for the sampling `tuned_for`, and its profile; None without a profile, or
+    with `tuned_for` None.
 
-    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU needs a second
-    process for the draft model. That process is started first, so that both processes import torch
-    at the same time. `sequential`: a method may run the draft model in this process, so its weights
-    are loaded here too. The draft model's weights are rounded as the profile says, unless
-    --draft-dtype is given. `remembered`: see `Pair.warm_up`. `find` says what to look for where no
-    drafter is named: see `specgen.load`. `is_method_named`: nothing is said about a profile that
-    does not fit, unless the user named it.
+    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU takes a second
+    process for the draft model. That process is started first, so that both import torch at the
+    same time. `sequential`: a method may run the draft model in this process, so its weights are
+    loaded here too. `remembered`: see `Pair.warm_up`. `find` says what to look for where no drafter
+    is named: see `specgen.load`. `is_method_named`: nothing is said about a profile that does not
+    fit, unless the user named that profile.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
-    # read by torch when it is imported, here and in the draft's process
-    if models.threads is not None:
+    if models.threads is not None:  # torch reads it when it is imported, here and in the process
         os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
-        process = DraftProcess() if parallel and models.probably_on_cpu and is_possible() else None
+        process = None
+        if parallel and models.probably_on_cpu and is_possible():
+            process = DraftProcess()
         loading.announce("loading torch")
         from specgen.pair.loading import load
 
@@ -78,28 +79,19 @@ def open_pair(
         pair = load(
             **models.arguments(), find=looked_for, announce=loading.announce, process=process
         )
+
         if tuned_for is not None and isinstance(models, DecodingOptions) and models.uses_profile:
-
-            def note(text: str) -> None:
-                loading.keep(Text(text))
-
-            pair = with_tuned_draft(
-                pair, tuned_for, models.profile, (models.dtype, models.draft_dtype), process
-            )
-            may_round = models.draft_dtype is None and models.has_draft
             is_silent = is_method_named and models.profile is None
-            why_not = (lambda _: None) if is_silent else note
-            profile = find_profile(
-                pair, tuned_for, models.profile, why_not, any_draft_dtype=may_round
+            pair, profile = _tuned_pair(
+                pair, tuned_for, models, process, loading, is_silent=is_silent
             )
-            if profile is not None:
-                pair, profile = _with_profile(pair, profile, process, note)
         pair.warm_up(
             loading.announce, sequential=sequential, parallel=parallel, remembered=remembered
         )
         interrupts.check()
         for text in _notes(pair):
             loading.keep(Text(text))
+
     # `program` switched it off; no garbage is among the objects so far, and torch's are many
     if not gc.isenabled():
         gc.freeze()
@@ -107,21 +99,49 @@ def open_pair(
     return pair, profile
 
 
+def _tuned_pair(
+    pair: Pair,
+    sampling: SamplingParams,
+    models: DecodingOptions,
+    process: DraftProcess | None,
+    loading: Progress,
+    *,
+    is_silent: bool,
+) -> tuple[Pair, Profile | None]:
+    """Returns the pair as it was tuned for the sampling, and the profile; the pair as it is, and
+    None, if no profile fits. A note says why not, unless `is_silent`."""
+
+    def note(text: str) -> None:
+        loading.keep(Text(text))
+
+    dtypes = (models.dtype, models.draft_dtype)
+    pair = with_tuned_draft(pair, sampling, models.profile, dtypes, process)
+    may_round = models.draft_dtype is None and models.has_draft
+    say_why_not = (lambda _: None) if is_silent else note
+    profile = find_profile(pair, sampling, models.profile, say_why_not, any_draft_dtype=may_round)
+    if profile is None:
+        return pair, None
+    return _with_profile(pair, profile, process, note)
+
+
 def _notes(pair: Pair) -> list[str]:
-    """Returns the lines that the user should see about the loaded models, and about what was found
-    and does not work."""
-    doubts = [
-        f"{part.path}: {part.warning}"
-        for part in pair.parts.named.values()
-        if part.warning is not None
-    ]
+    """Returns the lines to show about the loaded models, and about what was found for the target
+    but cannot be used."""
+    models = [model for model in (pair.target, pair.draft) if model is not None]
+    warnings = []
+    for part in pair.parts.named.values():
+        if part.warning is not None:
+            warnings.append(f"{part.path}: {part.warning}")
     if pair.draft is not None and pair.draft.warning is not None:
-        doubts.append(pair.draft.warning)
-    tokenizers = [model.tokenizer for model in (pair.target, pair.draft) if model is not None]
-    doubts += [tokenizer.warning for tokenizer in tokenizers if tokenizer.warning is not None]
-    notes = [f"warning: {doubt}" for doubt in doubts]
-    files = [model.files for model in (pair.target, pair.draft) if model is not None]
-    notes += [model.slow_path for model in files if model.slow_path is not None]
+        warnings.append(pair.draft.warning)
+    for model in models:
+        if model.tokenizer.warning is not None:
+            warnings.append(model.tokenizer.warning)
+
+    notes = [f"warning: {warning}" for warning in warnings]
+    for model in models:
+        if model.files.slow_path is not None:
+            notes.append(model.files.slow_path)
     if pair.target.warning:
         notes.append(pair.target.warning)
     if pair.searched is not None:
@@ -139,28 +159,26 @@ def disable_hub_progress(err: Console, *, quiet: bool) -> None:
 
 
 def models_in_words(pair: Pair, *, with_draft: bool = True) -> str:
-    """Returns the names of the models, the target's device and its dtype. `with_draft`: also the
-    draft model's name."""
+    """Returns the models' names (without the draft's unless `with_draft`), the target's device and
+    its dtype."""
     target = pair.target
-    models = (target, pair.draft if with_draft else None)
-    names = " with ".join(model.name for model in models if model is not None)
-    return (
-        f"{'demo pair' if target.name == 'demo/target' else names}, {target.device} "
-        f"{target.dtype_name}"
-    )
+    names = target.name
+    if with_draft and pair.draft is not None:
+        names += f" with {pair.draft.name}"
+    if target.name == "demo/target":
+        names = "demo pair"
+    return f"{names}, {target.device} {target.dtype_name}"
 
 
 def show_overlap(pair: Pair, err: Console) -> None:
-    """Prints on `err` how much of the target's text the draft model can draft. Nothing if both
-    models have the same tokens."""
+    """Prints how much of the target's text the draft model can draft; nothing if both models have
+    the same tokens."""
     if pair.draft is not None and pair.draft.translation is not None:
         from specgen.engine.text.translation import overlap_of_examples
-        from specgen.view import pair_report as words
+        from specgen.view.pair_report import notice
 
-        err.print(
-            Text(words.notice(overlap_of_examples(pair.tokenizer, pair.draft.tokenizer))),
-            soft_wrap=True,
-        )
+        overlap = overlap_of_examples(pair.tokenizer, pair.draft.tokenizer)
+        err.print(Text(notice(overlap)), soft_wrap=True)
 
 
 def find_profile(
@@ -171,13 +189,13 @@ def find_profile(
     *,
     any_draft_dtype: bool = False,
 ) -> Profile | None:
-    """Returns `pair.profile_search.find`, and tells `note` why a profile is not used."""
+    """Returns the profile that `pair.profile_search.find` finds; tells `note` why it finds none."""
     from specgen.pair.profile_search import find
 
-    found, why = find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
-    if why:
-        note(why)
-    return found
+    profile, why_not = find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
+    if why_not:
+        note(why_not)
+    return profile
 
 
 def with_tuned_draft(
@@ -187,49 +205,63 @@ def with_tuned_draft(
     dtypes: tuple[str, str | None],
     process: DraftProcess | None = None,
 ) -> Pair:
-    """Returns the pair with the draft model of the profile in `folder` (None: of the target's
-    latest one for this sampling), if that is another one of those that were found for the target;
-    else the pair as it is.
+    """Returns the pair with the draft model that was tuned, if it is one of the others that were
+    found for the target; else the pair as it is.
 
-    `dtypes` are the values of --dtype and --draft-dtype, `process` is as for `_with_profile`.
+    It is that of the profile in `folder`; None: that of the target's latest profile for this
+    sampling. `dtypes` are the values of --dtype and --draft-dtype, `process` is as for
+    `_with_profile`.
     """
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
+
+    drafts = other_drafts(pair.found, pair.draft)
+    if not drafts:
+        return pair
+    tuned = _latest_tuned(pair, drafts, sampling) if folder is None else _tuned_in(folder, drafts)
+    return pair if tuned is None else with_found(pair, tuned, dtypes, process=process)
+
+
+def _tuned_in(folder: Path, drafts: Sequence[Found]) -> Found | None:
+    """Returns the one of the draft models that the profile in the folder is for; None if it is for
+    none of them."""
+    from specgen.pair import profile as profiles  # imports pydantic
+    from specgen.pair.profile_place import FILE
+
+    if not (folder / FILE).is_file():
+        return None
+    tuned = profiles.load(folder).fits["draft"]
+    if not isinstance(tuned, dict):
+        return None
+    by_name = {draft.name: draft for draft in drafts}
+    return by_name.get(tuned["name"])
+
+
+def _latest_tuned(pair: Pair, drafts: Sequence[Found], sampling: SamplingParams) -> Found | None:
+    """Returns the one of the draft models that the target's latest profile is for; None if it is
+    for the pair's own draft, or if there is no profile."""
     from specgen.pair.profile_place import FILE, default_folder, profile_key_of
 
-    others = other_drafts(pair.found, pair.draft)
-    if not others or (folder is not None and not (folder / FILE).is_file()):
-        return pair
-    found = None
+    key = profile_key_of(pair)
+    tuned = None
     latest = 0.0
-    if folder is not None:
-        from specgen.pair import profile as profiles  # imports pydantic
-
-        fits = profiles.load(folder).fits["draft"]
-        names = {each.name: each for each in others}
-        found = names.get(fits["name"]) if isinstance(fits, dict) else None
-    else:
-        key = profile_key_of(pair)
-        for each in (None, *others):
-            if each is not None:
-                key["draft"] = {"name": each.name, "device": pair.target.device_label}
-            path = default_folder(key, sampling) / FILE
-            if path.is_file() and path.stat().st_mtime > latest:
-                found = each
-                latest = path.stat().st_mtime
-    if found is None:
-        return pair
-    return with_found(pair, found, dtypes, process=process)
+    for draft in (None, *drafts):  # the pair's own first
+        if draft is not None:
+            key["draft"] = {"name": draft.name, "device": pair.target.device_label}
+        path = default_folder(key, sampling) / FILE
+        if path.is_file() and path.stat().st_mtime > latest:
+            tuned = draft
+            latest = path.stat().st_mtime
+    return tuned
 
 
 def _with_profile(
     pair: Pair, profile: Profile, process: DraftProcess | None, note: Callable[[str], None]
 ) -> tuple[Pair, Profile | None]:
-    """Returns the pair as it was tuned (`loading.as_tuned`), and the profile.
+    """Returns the pair with its draft's weights rounded as the profile says, and the profile.
 
-    If its draft's weights cannot be rounded here, returns the pair as it was, and None; `note` gets
-    the reason. `process` is the process that was started to run PEARL's draft model; it then runs
-    the rounded one.
+    If they cannot be rounded here, returns the pair as it is, and None, and tells `note` why.
+    `process` was started to run PEARL's draft model; it then runs the rounded one.
     """
     from specgen.pair.loading import as_tuned
 
@@ -246,129 +278,142 @@ def _with_profile(
 def choose(
     profile: Profile | None, method: str | None, settings: Mapping[str, object]
 ) -> tuple[str, Mapping[str, object], str]:
-    """Returns the method and settings to decode with, and a text about them. The user's `method`
-    and `settings` go before the profile's.
+    """Returns the method and the settings to decode with, and a text about them.
 
-    If the user named only a method, its settings are the profile's. If the user gave neither method
-    nor settings, the profile chooses both. The text describes settings that come from a profile,
-    and says if their speed was only expected and not measured; for other settings it is empty.
+    The user's `method` and `settings` go before the profile's: with a method alone its settings are
+    the profile's, and with neither the profile chooses both. The text describes settings that come
+    from the profile, and says if their speed was only expected; for other settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)
     if profile is None or tuned is None:
         return name, settings, ""
-    entry = profile.methods.get(name)
-    unconfirmed = ", not confirmed" if entry is not None and entry.measured is None else ""
-    rounded = (
-        f", {profile.draft_dtype} draft"
-        if profile.draft_dtype and methods.find(name).uses_draft_model
-        else ""
-    )
+
+    result = profile.methods.get(name)
+    unconfirmed = ", not confirmed" if result is not None and result.measured is None else ""
+    rounded = ""
+    if profile.draft_dtype and methods.find(name).uses_draft_model:
+        rounded = f", {profile.draft_dtype} draft"
     return name, tuned, f"tuned{unconfirmed}: {written(name, tuned)}{rounded}"
 
 
 def choose_found(
     pair: Pair, text: str, sampling: SamplingParams, err: Console, *, quiet: bool
 ) -> str:
-    """Returns the method that is the fastest in a short trial, with what was found to draft for the
-    target; says so in a line.
+    """Returns the method that is the fastest in a short trial with what was found to draft for the
+    target, and says so in a line.
 
-    With a seed, sampled text depends on the method, and must not depend on times: then it is the
-    one that is expected to be the fastest, by sizes and by counts of tokens.
+    Sampled text depends on the method. With a seed it must not depend on times: then the method is
+    the one that is expected to be the fastest, by sizes and by counts of tokens.
     """
+    heads = dict.fromkeys(
+        found.kind for found in pair.found if found.kind in HEADS and found.kind != MTP
+    )
+    speeds = {methods.DEFAULT_METHOD: 0.0}
+    if heads and not sampling.greedy and sampling.seed is not None:
+        drafters = [found for found in pair.found if found.kind != MTP]
+        best = max(drafters, key=lambda found: found.speedup)
+        if best.kind != DRAFT_MODEL:
+            speeds = {best.kind: 0.0}
+    elif heads:
+        with Progress(err, quiet=quiet) as line:
+            speeds = _speeds(pair, text or "1.", [methods.DEFAULT_METHOD, *heads], line.announce)
+    fastest = next(iter(speeds))
+    if not quiet:
+        _show_found(pair, fastest, speeds, err)
+    return fastest
+
+
+def _show_found(pair: Pair, method: str, speeds: Mapping[str, float], err: Console) -> None:
+    """Prints what was found and drafts for the method, with the tokens per second of the trial
+    (`speeds`, by method; 0: not measured), and the draft models that were rejected. If nothing was
+    found, prints what is published for the target."""
     from specgen.pair.finding import LEAST_GAIN, hint  # imports torch
 
-    kinds = list(
-        dict.fromkeys(each.kind for each in pair.found if each.kind in HEADS and each.kind != MTP)
-    )
-    names = [methods.DEFAULT_METHOD, *kinds]
-    speeds = {methods.DEFAULT_METHOD: 0.0}
-    if kinds and not sampling.greedy and sampling.seed is not None:
-        best = max((each for each in pair.found if each.kind != MTP), key=lambda each: each.speedup)
-        speeds = {methods.DEFAULT_METHOD if best.kind == DRAFT_MODEL else best.kind: 0.0}
-    elif kinds:
-        with Progress(err, quiet=quiet) as line:
-            speeds = _speeds(pair, text or "1.", names, line.announce)
-    name = next(iter(speeds))
-    if quiet:
-        return name
-    used = next((each for each in pair.found if each.kind == name), None) or _drafts_by_default(
-        pair
-    )
-    rejected = [
-        each
-        for each in pair.found
-        if each.kind == DRAFT_MODEL and not each.is_assumed and each.speedup < LEAST_GAIN
-    ]
-    for each in rejected:
-        err.print(
-            Text(f"found {each.name}: {each.why}; too few, so it is not used", "quiet"),
-            soft_wrap=True,
-        )
+    rejected = []
+    for found in pair.found:
+        is_measured = found.kind == DRAFT_MODEL and not found.is_assumed
+        if is_measured and found.speedup < LEAST_GAIN:
+            rejected.append(found)
+            line = f"found {found.name}: {found.why}; too few, so it is not used"
+            err.print(Text(line, "quiet"), soft_wrap=True)
+
+    used = next((found for found in pair.found if found.kind == method), None)
+    used = used or _drafts_by_default(pair)
     if used is not None:
-        rates = ", ".join(f"{each} {speed:.0f}" for each, speed in speeds.items() if speed)
+        rates = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items() if speed)
         tried = f" ({rates} tokens/s in a short trial)" if rates else ""
-        err.print(
-            Text(f"found {used.name}: {used.why}{tried}; -d none drafts without it", "quiet"),
-            soft_wrap=True,
-        )
-    elif not rejected and (published := hint(pair.target.name)) is not None:
+        line = f"found {used.name}: {used.why}{tried}; -d none drafts without it"
+        err.print(Text(line, "quiet"), soft_wrap=True)
+        return
+    published = hint(pair.target.name)
+    if not rejected and published is not None:
         err.print(Text(published, "quiet"), soft_wrap=True)
-    return name
 
 
 def _drafts_by_default(pair: Pair) -> Found | None:
     """Returns what the default method drafts with, of what was found: the draft model, else the
     target's own layers."""
     if pair.draft is not None:
-        return next((each for each in pair.found if each.folder == pair.draft.folder), None)
-    return next((each for each in pair.found if each.kind == MTP), None)
+        return next((found for found in pair.found if found.folder == pair.draft.folder), None)
+    return next((found for found in pair.found if found.kind == MTP), None)
 
 
 def _speeds(
     pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]
 ) -> dict[str, float]:
-    """Returns the tokens per second of those methods of `names` that can run, in a few rounds after
-    the text, fastest first.
+    """Returns the tokens per second of the methods `names` in a short trial after the text, fastest
+    first, without those that cannot run.
 
     Measured once for these models and what was found for them, and again if later runs have other
     times.
     """
-    from specgen.models.measurements import LONGEST_COMPARED, pass_times  # imports torch
-
-    sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
+    from specgen.models.measurements import pass_times  # imports torch
 
     def measure() -> Sample[dict[str, Any]]:
-        speeds = {}
-        passes: dict[int, float] = {}
-        scatter = 1.0
-        for name in names:
-            announce(f"trying {name}")
-            with suppress(SpecgenError):
-                request = pair.request(text, name, sampling)
-                # the first two warm up
-                rounds = list(islice(pair.run(request).rounds(), TRIAL_ROUNDS))[2:]
-                seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
-                speeds[name] = (
-                    sum(len(round_.token_ids) for round_ in rounds) / seconds if seconds else 0.0
-                )
-                scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
-                for round_ in rounds if len(request.prompt_ids) < LONGEST_COMPARED else ():
-                    width = round_.pass_tokens
-                    passes[width] = min(round_.seconds["verify"], passes.get(width, math.inf))
-        return Sample({"speeds": speeds, "passes": passes}, TRIAL_ROUNDS - 2, scatter)
+        return _trial(pair, text, names, announce)
 
     def read(stored: Mapping[str, Any]) -> tuple[dict[str, float], dict[int, float]]:
         return dict(stored["speeds"]), pass_times(stored["passes"])
 
-    key = tuple(f"{each.kind} {each.folder} {_weights(each.folder)}" for each in pair.found)
+    key = tuple(f"{found.kind} {found.folder} {_weights(found.folder)}" for found in pair.found)
     speeds, passes = pair.measurements.get("drafters", key, measure, read)
     pair.measurements.watch("drafters", key, passes)
-    return dict(sorted(speeds.items(), key=lambda each: -each[1])) or {methods.DEFAULT_METHOD: 0.0}
+    if not speeds:
+        return {methods.DEFAULT_METHOD: 0.0}
+    return dict(sorted(speeds.items(), key=lambda item: -item[1]))
+
+
+def _trial(
+    pair: Pair, text: str, names: Sequence[str], announce: Callable[[str], None]
+) -> Sample[dict[str, Any]]:
+    """Runs a few rounds of each method. The sample has `speeds`, the tokens per second by method,
+    and `passes`, the shortest seconds of a target pass by its number of tokens."""
+    from specgen.models.measurements import LONGEST_COMPARED
+
+    sampling = SamplingParams(max_new_tokens=128, ignore_eos=True)
+    speeds = {}
+    passes: dict[int, float] = {}
+    scatter = 1.0
+    for name in names:
+        announce(f"trying {name}")
+        with suppress(SpecgenError):
+            request = pair.request(text, name, sampling)
+            rounds = list(islice(pair.run(request).rounds(), TRIAL_ROUNDS))[_WARM_UP_ROUNDS:]
+            seconds = sum(sum(round_.seconds.values()) for round_ in rounds)
+            tokens = sum(len(round_.token_ids) for round_ in rounds)
+            speeds[name] = tokens / seconds if seconds else 0.0
+            scatter = max(scatter, spread([round_.seconds["verify"] for round_ in rounds]))
+            if len(request.prompt_ids) >= LONGEST_COMPARED:
+                continue
+            for round_ in rounds:
+                width = round_.pass_tokens
+                passes[width] = min(round_.seconds["verify"], passes.get(width, math.inf))
+    return Sample({"speeds": speeds, "passes": passes}, TRIAL_ROUNDS - _WARM_UP_ROUNDS, scatter)
 
 
 def _weights(folder: Path) -> str:
-    """Returns a fingerprint of the weights in the folder; nothing where they cannot be read."""
+    """Returns a fingerprint of the weights in the folder; "" where they cannot be read."""
     from specgen.engine.weights import weights_fingerprint
 
     with suppress(SpecgenError):
@@ -379,14 +424,13 @@ def _weights(folder: Path) -> str:
 def tuned_specs(
     profile: Profile, specs: Sequence[MethodSpec], *, keep: bool
 ) -> tuple[list[MethodSpec], str]:
-    """Returns the methods `specs` with settings from the profile, and in words which methods got
-    them.
+    """Returns the methods with settings from the profile, and in words which methods got them.
 
-    Methods to which the user gave no settings get them, and are written with them from then on;
-    with `keep` no method does. `MethodSpec.tuned_on` is set for all methods that have the profile's
+    A method to which the user gave no settings gets the profile's, unless `keep`, and is written
+    with them from then on. `MethodSpec.tuned_on` is set for all methods that have the profile's
     settings, also if the user wrote them, but not where these are the documented defaults.
     """
-    completed = []
+    by_writing = {}
     taken = []
     prompts = profile.measured.prompt_fingerprints
     for spec in specs:
@@ -399,7 +443,7 @@ def tuned_specs(
             is_default = choice.settings == methods.choose(spec.name, {}).settings
             if prompts is not None and not is_default and spec.choice.settings == choice.settings:
                 spec = replace(spec, tuned_on=frozenset(prompts))
-        completed.append(spec)
+        by_writing[spec.written] = spec
     if taken and profile.draft_dtype is not None:
         taken.append(f"{profile.draft_dtype} draft")
-    return list({spec.written: spec for spec in completed}.values()), "; ".join(taken)
+    return list(by_writing.values()), "; ".join(taken)

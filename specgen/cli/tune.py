@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from specgen.pair.finding import Found
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
-    from specgen.tune.outcome import TuningOutcome
+    from specgen.tune.outcome import Candidate, TuningOutcome
 
 LEAST_BUDGET = 5.0
 _REPORT_SECONDS = 1.5  # reserved for writing the profile and the report
@@ -71,18 +71,19 @@ def tune(
     """Tunes the pair, or with --train trains a draft model, an exit layer or a head. Raises
     SpecgenError for wrong options, and RunError for failures while running."""
     begin = time.perf_counter()
-    of_tuning = [
-        name for name in (*given(tuning), *given(sampling)) if name not in _ALSO_FOR_TRAINING
-    ]
     if not training.train:
-        if wrong := given(training):
-            raise SpecgenError(f"{', '.join(wrong)} needs --train", _IN_TURN)
+        for_training = given(training)
+        if for_training:
+            raise SpecgenError(f"{', '.join(for_training)} needs --train", _IN_TURN)
         tune_pair(models, tuning, sampling.params(), output, begin)
         return
+
+    options = (*given(tuning), *given(sampling))
+    wrong = [name for name in options if name not in _ALSO_FOR_TRAINING]
     # training needs whole weights
-    of_tuning += [name for name in given(models) if name in ("--head", "--draft-dtype")]
-    if of_tuning:
-        raise SpecgenError(f"{', '.join(of_tuning)} cannot be combined with --train", _IN_TURN)
+    wrong += [name for name in given(models) if name in ("--head", "--draft-dtype")]
+    if wrong:
+        raise SpecgenError(f"{', '.join(wrong)} cannot be combined with --train", _IN_TURN)
     if launch() is not None:
         raise SpecgenError(
             "under torchrun nothing is trained", "Train in one process: specgen tune --train"
@@ -106,69 +107,87 @@ def tune_pair(
     `begin` is when the command started, by `time.perf_counter`. Raises SpecgenError if an option is
     wrong.
     """
-    goal = Objective.parse(asked.objective, asked.max_perplexity)
-    names = _names(asked.methods)
-    _check(asked, names, goal, has_draft=models.has_draft)
-    prompts = load_prompts(
-        asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True
-    )
-    deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
-    request = TuningRequest(prompts, sampling, deadline, names, asked.chat, goal)
+    request = _request(models, asked, sampling, begin)
     # --export may take the profile of an earlier tuning, if it has what the options ask for
-    may_reuse = goal == BY_SPEED and asked.export is not None
-    may_reuse = may_reuse and (asked.out is None or (asked.out / "profile.yaml").is_file())
+    may_reuse = asked.export is not None and request.objective == BY_SPEED
+    if asked.out is not None and not (asked.out / "profile.yaml").is_file():
+        may_reuse = False
     if asked.out is None or not may_reuse:
         _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
-    parallel = models.has_draft and any(
-        methods.find(name).is_parallel for name in names or methods.METHODS
+    is_parallel = any(methods.find(name).is_parallel for name in request.names or methods.METHODS)
+    pair, profile = open_pair(
+        models, err, quiet=output.quiet, parallel=models.has_draft and is_parallel
     )
-    pair, profile = open_pair(models, err, quiet=output.quiet, parallel=parallel)
     failure = None
     with ExitStack() as opened:
         opened.enter_context(pair)
-        dtypes = models.dtype, models.draft_dtype
+        dtypes = (models.dtype, models.draft_dtype)
         if may_reuse:
-            note = Progress(err, quiet=output.quiet).keep
             pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, dtypes))
-            profile = find_profile(
-                pair, sampling, asked.out, lambda text: note(Text(text)), any_draft_dtype=True
-            )
-            if profile is not None and not _covers(profile, request, asked):
-                profile = None
+            profile = _earlier_profile(pair, request, asked, Progress(err, quiet=output.quiet))
         if profile is None:
             if not output.quiet:
                 show_overlap(pair, err)
             pair, others = _others(pair, dtypes, opened)
             pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
-            _export(asked.export, pair, profile, names, err, output.quiet)
+            _export(asked.export, pair, profile, request.names, err, output.quiet)
     if failure is not None:
         raise failure
 
 
-def _names(given: str | None) -> list[str] | None:
-    """Returns the names of the methods in the value of --methods, or None if the option was not
-    given."""
-    if given is None:
+def _request(
+    models: ModelOptions, asked: TuneOptions, sampling: SamplingParams, begin: float
+) -> TuningRequest:
+    """Returns what the options ask to tune, by when. Raises SpecgenError if one is wrong."""
+    objective = Objective.parse(asked.objective, asked.max_perplexity)
+    names = _names(asked.methods)
+    _check(asked, names, objective, has_draft=models.has_draft)
+    prompts = load_prompts(
+        asked.prompts, category=asked.category, limit=asked.limit, for_tuning=True
+    )
+    deadline = Deadline(begin + asked.budget - _REPORT_SECONDS)
+    return TuningRequest(prompts, sampling, deadline, names, asked.chat, objective)
+
+
+def _names(option: str | None) -> list[str] | None:
+    """Returns the names of the methods in the value of --methods; None if it is not given."""
+    if option is None:
         return None
-    found = [methods.find(name.strip()) for name in given.split(",")]
-    return list(dict.fromkeys(method.alias_of or method.name for method in found))
+    chosen = [methods.find(name.strip()) for name in option.split(",")]
+    return list(dict.fromkeys(method.alias_of or method.name for method in chosen))
+
+
+def _earlier_profile(
+    pair: Pair, request: TuningRequest, asked: TuneOptions, progress: Progress
+) -> Profile | None:
+    """Returns the profile that was tuned for the pair, if it has what the options ask for."""
+
+    def note(text: str) -> None:
+        progress.keep(Text(text))
+
+    profile = find_profile(pair, request.sampling, asked.out, note, any_draft_dtype=True)
+    if profile is None or not _covers(profile, request, asked):
+        return None
+    return profile
 
 
 def _covers(profile: Profile, request: TuningRequest, asked: TuneOptions) -> bool:
-    """Whether the profile is of a tuning of the methods, and on the prompts, that the options
-    name."""
+    """Whether the profile has the methods that the options name, and was tuned on the prompts that
+    they name."""
     if not set(request.names or ()) <= set(profile.methods):
         return False
     if asked.prompts is None and asked.category is None:
         return True
-    known = profile.measured.prompt_fingerprints
-    return known is not None and set(known) == {prompt.fingerprint for prompt in request.prompts}
+    tuned_on = profile.measured.prompt_fingerprints
+    if tuned_on is None:
+        return False
+    return set(tuned_on) == {prompt.fingerprint for prompt in request.prompts}
 
 
 def _check(
-    asked: TuneOptions, names: list[str] | None, goal: Objective, *, has_draft: bool
+    asked: TuneOptions, names: list[str] | None, objective: Objective, *, has_draft: bool
 ) -> None:
     """Raises SpecgenError for a wrong option, and if no named method can be tuned or exported
     because there is no draft model."""
@@ -176,32 +195,32 @@ def _check(
         raise SpecgenError(
             f"--budget is {asked.budget:g}", f"It has to be at least {LEAST_BUDGET:g} seconds"
         )
-    exported = None if asked.export is None else exports.methods_of(asked.export)
-    named = [methods.find(name) for name in names or methods.METHODS]
-    if names and (yardsticks := [method.name for method in named if method.tuning.is_yardstick]):
-        hint = "Compare others with it: specgen compare --methods mtad," + yardsticks[0]
+    exportable = None if asked.export is None else exports.methods_of(asked.export)
+    tuned = [methods.find(name) for name in names or methods.METHODS]
+    yardsticks = [method.name for method in tuned if method.tuning.is_yardstick]
+    if names and yardsticks:
         raise SpecgenError(
             f"{', '.join(yardsticks)} is only a yardstick for other methods and cannot be tuned",
-            hint,
+            f"Compare others with it: specgen compare --methods mtad,{yardsticks[0]}",
         )
-    if goal != BY_SPEED and all(method.lossless or method.tuning.is_yardstick for method in named):
-        option = "--objective perplexity" if goal.lowest_perplexity else "--max-perplexity"
+    has_lossy = any(not method.lossless and not method.tuning.is_yardstick for method in tuned)
+    if objective != BY_SPEED and not has_lossy:
+        option = "--objective perplexity" if objective.lowest_perplexity else "--max-perplexity"
         raise SpecgenError(
             f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild"
         )
-    usable = [method for method in named if has_draft or not method.needs_draft_model]
-    if len(usable) < len(named) and all(method.name == "ar" for method in usable):
-        raise next(method for method in named if method.needs_draft_model).without_part(None)
-    if (
-        names is not None
-        and exported is not None
-        and not any(method.name in exported for method in usable)
-    ):
-        ways = (
-            f"It has {', '.join(exported)}: name one with --methods, and the draft "
-            "model with --draft if it needs one"
+
+    usable = [method for method in tuned if has_draft or not method.needs_draft_model]
+    if len(usable) < len(tuned) and all(method.name == "ar" for method in usable):
+        raise next(method for method in tuned if method.needs_draft_model).without_part(None)
+    if names is None or exportable is None:
+        return
+    if not any(method.name in exportable for method in usable):
+        raise SpecgenError(
+            f"{asked.export} has none of the methods that can be tuned",
+            f"It has {', '.join(exportable)}: name one with --methods, and the draft "
+            "model with --draft if it needs one",
         )
-        raise SpecgenError(f"{asked.export} has none of the methods that can be tuned", ways)
 
 
 def _check_folder(folder: Path, asked: TuneOptions) -> None:
@@ -213,21 +232,30 @@ def _check_folder(folder: Path, asked: TuneOptions) -> None:
 def _others(
     pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack
 ) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
-    """Returns the pair, with a draft model if one was found for the target, and what makes pairs
-    with other drafts: the further ones that were found, and the best one with rounded weights,
-    unless `dtypes` (the values of --dtype and --draft-dtype) say how its weights are. `opened`
-    closes the pairs."""
+    """Returns the pair, with a draft model if one was found for the target, and functions that make
+    pairs with other drafts from the best pair so far.
+
+    The others are the further drafts that were found, and the best one with rounded weights, unless
+    --draft-dtype says how its weights are. `dtypes` are the values of --dtype and --draft-dtype.
+    `opened` closes the pairs.
+    """
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
 
-    def make(found: Found | None, best: Pair) -> Pair | None:
-        other = _rounded(best) if found is None else with_found(best, found, dtypes)
-        return None if other is None else opened.enter_context(other)
+    def with_draft(draft: Found, best: Pair) -> Pair:
+        return opened.enter_context(with_found(best, draft, dtypes))
 
-    found = other_drafts(pair.found, pair.draft)
-    if pair.draft is None and found:  # little is expected of it
-        pair = opened.enter_context(with_found(pair, found.pop(0), dtypes))
-    return pair, [partial(make, each) for each in (*found, *([None] if dtypes[1] is None else []))]
+    def with_rounded_draft(best: Pair) -> Pair | None:
+        rounded = _rounded(best)
+        return None if rounded is None else opened.enter_context(rounded)
+
+    drafts = other_drafts(pair.found, pair.draft)
+    if pair.draft is None and drafts:  # little is expected of it
+        pair = with_draft(drafts.pop(0), pair)
+    others: list[Callable[[Pair], Pair | None]] = [partial(with_draft, draft) for draft in drafts]
+    if dtypes[1] is None:
+        others.append(with_rounded_draft)
+    return pair, others
 
 
 def _rounded(pair: Pair) -> Pair | None:
@@ -238,7 +266,7 @@ def _rounded(pair: Pair) -> Pair | None:
 
     try:
         return with_draft_dtype(pair, "int8") if worth_rounding(pair) else None
-    except SpecgenError:  # transformers runs it, or this machine has no products for it
+    except SpecgenError:  # transformers runs it, or this machine has no such linear layers
         return None
 
 
@@ -250,9 +278,9 @@ def _tune(
     output: OutputOptions,
     begin: float,
 ) -> tuple[Pair, Profile, RunError | None]:
-    """Tunes the methods, writes the profile and prints the result. Returns the pair with the draft
-    that was chosen, the profile and why it could not be written. `others` make pairs with other
-    drafts (see `tuner.tune`).
+    """Tunes the methods, writes the profile and prints the result. `others` make pairs with other
+    drafts (see `tuner.tune`). Returns the pair with the chosen draft, the profile, and the error if
+    it could not be written.
     """
     from specgen.pair import profile as profiles
     from specgen.pair.profile_place import default_folder, profile_key_of
@@ -270,6 +298,7 @@ def _tune(
         rounding = rounding_cost(pair, line.announce, is_small_only=True)
         outcome = tune(pair, request, progress, others)
     pair = outcome.pair or pair
+
     key = profile_key_of(pair)
     default = default_folder(key, sampling)
     folder = asked.out or default
@@ -280,6 +309,7 @@ def _tune(
         path = profiles.save(profile, folder)
     except RunError as error:
         failure = error
+
     if not output.quiet:
         is_default = folder.resolve() == default.resolve()
         view.show_tuning(err, outcome, path, is_default=is_default, budget=asked.budget)
@@ -291,9 +321,12 @@ def _tune(
 
 
 def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
-    """Returns what `tune --json` prints: the result of the tuning and the path of the profile, None
-    if it was not written."""
+    """Returns what `tune --json` prints: the result, and the path of the profile (None: it was not
+    written)."""
     tuned = outcome.methods
+    speedup_model = outcome.speedup_model
+    pays_from = None if speedup_model is None else speedup_model.break_even_acceptance(1)
+    draft = None if outcome.pair is None else outcome.pair.draft
     return {
         "type": "tune",
         "chosen": {"method": outcome.chosen.name, "settings": dict(outcome.chosen.settings)},
@@ -302,67 +335,74 @@ def json_line(outcome: TuningOutcome, path: Path | None) -> dict[str, Any]:
         "speedup": outcome.speedup_of(outcome.chosen),
         "speedup_low": outcome.chosen.low,
         "speedup_high": outcome.chosen.high,
-        "predicted": {each.name: each.predicted for each in tuned},
-        "measured": {each.name: each.measured for each in tuned if each.measured is not None},
-        "perplexity": {each.name: each.perplexity for each in tuned if each.perplexity is not None},
-        "settings": {each.name: dict(each.settings) for each in tuned},
+        "predicted": {method.name: method.predicted for method in tuned},
+        "measured": _known(tuned, "measured"),
+        "perplexity": _known(tuned, "perplexity"),
+        "settings": {method.name: dict(method.settings) for method in tuned},
         "acceptance": outcome.acceptance_probability,
-        "pays_from": None
-        if outcome.speedup_model is None
-        else outcome.speedup_model.break_even_acceptance(1),
+        "pays_from": pays_from,
         "costs": outcome.costs,
         "left_out": dict(outcome.left_out),
         "new_tokens": outcome.sampling.max_new_tokens,
         "real_runs": outcome.real_runs,
         "simulated": outcome.simulated,
-        "draft": None
-        if outcome.pair is None or outcome.pair.draft is None
-        else outcome.pair.draft.name,
+        "draft": None if draft is None else draft.name,
         "draft_dtype": outcome.draft_dtype,
         "profile": None if path is None else str(path),
     }
 
 
+def _known(tuned: Iterable[Candidate], figure: str) -> dict[str, float]:
+    """Returns the figure (an attribute) by method, for those whose figure is known."""
+    values = {method.name: getattr(method, figure) for method in tuned}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _export(
-    engine: str, pair: Pair, profile: Profile, names: list[str] | None, err: Console, quiet: bool
+    engine: str,
+    pair: Pair,
+    profile: Profile,
+    names: Sequence[str] | None,
+    err: Console,
+    quiet: bool,
 ) -> None:
     """Prints the options for the engine. `names` are the methods that may be exported, None for
     all."""
-
-    def name_of(model: LoadedModel) -> str:  # the bundled pair has no name in transformers
-        return (
-            str(model.folder)
-            if engine == "transformers" and model.files.source.is_bundled
-            else model.name
-        )
-
-    def file_of(model: LoadedModel) -> str | None:
-        return str(model.folder) if model.folder.is_file() else None
-
-    found = [
-        part for kind in ("medusa", "eagle", "glide") if (part := pair.parts.load(kind)) is not None
-    ]
-    heads = {
-        str(part.kind): exports.ExportedHead(
-            str(part.path), "eagle3" if part.version == 3 else part.kind
-        )
-        for part in found
-    }
-    differ = pair.draft is not None and (
-        pair.draft.translation is not None or pair.draft.refusal is not None
+    heads = {}
+    for kind in ("medusa", "eagle", "glide"):
+        head = pair.parts.load(kind)
+        if head is not None:
+            name = "eagle3" if head.version == 3 else head.kind
+            heads[str(head.kind)] = exports.ExportedHead(str(head.path), name)
+    draft = pair.draft
+    tokenizers_differ = draft is not None and (
+        draft.translation is not None or draft.refusal is not None
     )
-    tuned = {name: each for name, each in profile.methods.items() if names is None or name in names}
+    tuned = {
+        name: method for name, method in profile.methods.items() if names is None or name in names
+    }
     text, notes = exports.export(
         engine,
         tuned,
         profile.chosen.method,
-        name_of(pair.target),
-        None if pair.draft is None else name_of(pair.draft),
+        _exported_name(pair.target, engine),
+        None if draft is None else _exported_name(draft, engine),
         heads,
-        tokenizers_differ=differ,
+        tokenizers_differ=tokenizers_differ,
         draft_dtype=profile.draft_dtype,
-        gguf=(file_of(pair.target), None if pair.draft is None else file_of(pair.draft)),
+        gguf=(_gguf_file(pair.target), None if draft is None else _gguf_file(draft)),
     )
     print_result(text)
     for note in notes if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)
+
+
+def _exported_name(model: LoadedModel, engine: str) -> str:
+    """Returns the name by which the engine loads the model."""
+    if engine == "transformers" and model.files.source.is_bundled:  # of the bundled pair
+        return str(model.folder)
+    return model.name
+
+
+def _gguf_file(model: LoadedModel) -> str | None:
+    return str(model.folder) if model.folder.is_file() else None

@@ -61,13 +61,13 @@ _SETTINGS = Column(
 class Report:
     """A comparison of decoding methods, and how to show it.
 
-    `results` has the measured runs, `made` each method's figures computed from them. `where` names
-    the models, the device and the dtype. `by_category` adds a line per method and category of
+    `results` has the measured runs, `methods` each method's figures, computed from them. `where`
+    names the models, the device and the dtype. `by_category` adds a line per method and category of
     prompts, `phases` a table of times. `notes` is a last sentence, or empty.
     """
 
     results: Results
-    made: Sequence[MethodResult]
+    methods: Sequence[MethodResult]
     where: str
     by_category: bool = False
     phases: bool = False
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def measured_lossy(self) -> bool:
-        return any(result.prompts and not result.spec.lossless for result in self.made)
+        return any(result.prompts and not result.spec.lossless for result in self.methods)
 
 
 def page(report: Report, width: int) -> list[Text]:
@@ -91,13 +91,15 @@ def page(report: Report, width: int) -> list[Text]:
     for sentence in said:
         lines += wrapped(sentence, width)
     if report.phases:
-        lines += [Text(), *phases_table(report.made, width)]
+        lines += [Text(), *phases_table(report.methods, width)]
     return lines
 
 
 def picture(report: Report) -> str:
     """Returns the report as an SVG picture, as wide as the table of speeds with all its columns."""
-    lines = speed_table(report.made, 1000, by_category=report.by_category, with_settings=False)[0]
+    lines = speed_table(report.methods, 1000, by_category=report.by_category, with_settings=False)[
+        0
+    ]
     width = max(PIPED_WIDTH, *(line.cell_len for line in lines))
     return svg(page(report, width), width)
 
@@ -123,7 +125,7 @@ def show_step(progress: Progress, report: Report, step: BenchmarkStep) -> None:
 def headed_table(report: Report, width: int) -> tuple[list[Text], bool]:
     """Returns the headline with the table of speeds, and whether the terminal has room for all its
     columns."""
-    lines, is_whole = speed_table(report.made, width, by_category=report.by_category)
+    lines, is_whole = speed_table(report.methods, width, by_category=report.by_category)
     return [*wrapped(Text(headline(report), "quiet"), width), Text(), *lines], is_whole
 
 
@@ -132,7 +134,7 @@ def headline(report: Report) -> str:
     tokens, greedy`."""
     config = report.results.config
     sampling = config.sampling
-    measured = max((result.prompts for result in report.made), default=0)
+    measured = max((result.prompts for result in report.methods), default=0)
     total = len(config.prompts) - len(report.results.skipped)
     prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
     repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
@@ -155,7 +157,7 @@ def sentences(report: Report) -> list[Text]:
     with the report's `notes`.
     """
     conclusion = _conclusion(report)
-    top = best(report.made)
+    top = best(report.methods)
     said = [Text(conclusion)] if conclusion else []
     if said and top is not None:
         said[0].highlight_words([top.spec.written], "strong")
@@ -173,7 +175,7 @@ def sentences(report: Report) -> list[Text]:
         "Predicted speedups, for methods of specgen that draft chains between target "
         "passes: by EESD's formula (Eq. 14) from "
         "acceptance and pass costs, and by the costs of all passes.": any(
-            result.predicted for result in report.made
+            result.predicted for result in report.methods
         ),
     }
     said += [Text(remark, "quiet") for remark, is_made in remarks.items() if is_made]
@@ -186,7 +188,7 @@ def sentences(report: Report) -> list[Text]:
 def verdict(report: Report) -> str:
     """Returns the page's headline: the result in words, or that a method which should be lossless
     gave other output."""
-    broken = [result.spec.written for result in report.made if result.broken]
+    broken = [result.spec.written for result in report.methods if result.broken]
     if broken:
         return f"{broken[0]} does not give the target's own output"
     return _conclusion(report).removesuffix(".") or "Nothing to compare with plain decoding"
@@ -195,7 +197,7 @@ def verdict(report: Report) -> str:
 def _conclusion(report: Report) -> str:
     """Returns which method is the fastest of those that keep the output; empty if nothing was
     measured beside plain decoding."""
-    made, top = report.made, best(report.made)
+    made, top = report.methods, best(report.methods)
     if top is None or top.speedup is None:
         return ""
     name = top.spec.written
@@ -242,11 +244,11 @@ def _differences(report: Report) -> list[Text]:
 
     broken = [
         sentence(result.broken, [result.spec.written], "bad")
-        for result in report.made
+        for result in report.methods
         if result.broken
     ]
     found: dict[tuple[int, int], dict[str, Difference]] = {}
-    for result in ranked(report.made):
+    for result in ranked(report.methods):
         for difference in result.differences or ():
             if not difference.is_broken:
                 found.setdefault((difference.prompt_index, difference.position), {})[
@@ -268,7 +270,7 @@ def _tuned(report: Report) -> list[Text]:
     config = report.results.config
     tuned = {
         result.spec.written: config.tuned_on(result.spec)
-        for result in ranked(report.made)
+        for result in ranked(report.methods)
         if result.prompts
     }
     counts = {name: count for name, count in tuned.items() if count is not None}

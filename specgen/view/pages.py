@@ -71,7 +71,9 @@ def comparison_page(
     versions. `made_with` is the command that made the page.
     """
     results = report.results
-    measured = [(result.name, result.summary) for result in ranked(report.made) if result.prompts]
+    measured = [
+        (result.name, result.summary) for result in ranked(report.methods) if result.prompts
+    ]
     runs = [
         (name, results.examples[name])
         for name, _ in measured
@@ -195,8 +197,8 @@ def _compared(report: Report) -> dict[str, Any]:
     Where requested, a line for each category of prompts follows its method. Methods that could not
     run come last, with the reason.
     """
-    shown = ranked_rows(report.made, by_category=report.by_category)
-    top = best_result(report.made)
+    shown = ranked_rows(report.methods, by_category=report.by_category)
+    top = best_result(report.methods)
     lines = []
     for entry in shown:
         kind = "ar" if entry.is_reference else "" if entry.spec.lossless else "lossy"
@@ -215,7 +217,7 @@ def _compared(report: Report) -> dict[str, Any]:
         )
     off = [
         {"kind": "off", "name": ", ".join(names), "why": reason}
-        for names, reason in not_run(report.made)
+        for names, reason in not_run(report.methods)
     ]
     return _table(lines, [column for column in shown_columns(shown) if column.label], 1.0, "×") | {
         "off": off
