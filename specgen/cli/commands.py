@@ -18,7 +18,7 @@ from specgen.base.text import argument_text
 from specgen.base.types import DRAFT_DTYPES
 from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN, ModelOptions
 
-# of the files that specgen writes; models have none
+# of the files that specgen writes; the files of a model have others
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")
 _NAMES = {
     "--trace": "trace",
@@ -34,28 +34,23 @@ _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is s
 
 def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
     """Returns the command `name` as a function for typer. Each field of the command's groups in
-    `COMMANDS` is an option.
+    `COMMANDS` is an option; those that are not in `SHOWN` are hidden, unless `shows_all`.
 
     When it is called, the function imports `specgen.cli.NAME`, which takes long, and calls NAME in
     it with one object per group.
     """
-    _, own, groups = COMMANDS[name]
+    _, own_rows, groups = COMMANDS[name]
     parameters = []
     shown = SHOWN[name].split()
     for group in groups:
-        hints = get_type_hints(group)
-        for each in fields(group):
-            is_hidden = not shows_all and each.name not in shown
+        types = get_type_hints(group)
+        for field in fields(group):
+            is_hidden = not shows_all and field.name not in shown
+            row = own_rows.get(field.name) or ROWS[field.name]
             parameters.append(
-                _parameter(
-                    each,
-                    hints[each.name],
-                    own.get(each.name) or ROWS[each.name],
-                    group.panel,
-                    is_hidden,
-                )
+                _parameter(field, types[field.name], row, group.panel, is_hidden=is_hidden)
             )
-    told = typer.Option(
+    help_all = typer.Option(
         "--help-all",
         metavar="",
         help="Show all options, then exit.",
@@ -67,15 +62,17 @@ def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
             "help_all",
             inspect.Parameter.KEYWORD_ONLY,
             default=False,
-            annotation=Annotated[bool, told],
+            annotation=Annotated[bool, help_all],
         )
     )
 
     def run(**values: Any) -> None:
-        made = [
-            group(**{each.name: values[each.name] for each in fields(group)}) for group in groups
-        ]
-        getattr(import_module(f"specgen.cli.{name}"), name)(*made)
+        options = []
+        for group in groups:
+            own = {field.name: values[field.name] for field in fields(group)}
+            options.append(group(**own))
+        function = getattr(import_module(f"specgen.cli.{name}"), name)
+        function(*options)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
@@ -88,39 +85,34 @@ def _show_help(context: typer.Context, requested: bool) -> None:
 
 
 def _completed(context: typer.Context, incomplete: str) -> list[str]:
-    """Completes the last of a list of methods with settings, such as `svip,sd:k`; or a setting of
-    the method in --method."""
+    """Completes the last method, or its last setting, of a list such as `svip,sd:k`."""
     from specgen import methods
 
     before, comma, last = incomplete.rpartition(",")
     name, colon, rest = last.partition(":")
     if not colon:
-        return [f"{before}{comma}{each}" for each in methods.METHODS if each.startswith(last)]
+        return [f"{before}{comma}{method}" for method in methods.METHODS if method.startswith(last)]
     settings, colon, start = rest.rpartition(":")
-    known = _settings_of(name)
     return [
-        f"{before}{comma}{name}:{settings}{colon}{each}="
-        for each in known
-        if each.startswith(start)
+        f"{before}{comma}{name}:{settings}{colon}{setting}="
+        for setting in _settings_of(name)
+        if setting.startswith(start)
     ]
 
 
 def _completed_setting(context: typer.Context, incomplete: str) -> list[str]:
-    return [
-        f"{each}="
-        for each in _settings_of(context.params.get("method") or "")
-        if each.startswith(incomplete)
-    ]
+    settings = _settings_of(context.params.get("method") or "")
+    return [f"{setting}=" for setting in settings if setting.startswith(incomplete)]
 
 
 def _values(name: str, metavar: str) -> tuple[str, ...]:
-    """Returns the values that an option's help lists, such as `auto|native|transformers`; none if
-    it lists none."""
+    """Returns the values that can be completed: those that the option's help lists, such as
+    `auto|native|transformers`."""
     if name == "draft_dtype":
         return DRAFT_DTYPES
-    return (
-        tuple(value for value in metavar.split("|") if value != "cuda:N") if "|" in metavar else ()
-    )
+    if "|" not in metavar:
+        return ()
+    return tuple(value for value in metavar.split("|") if value != "cuda:N")
 
 
 def _completion_of(values: Sequence[str]) -> Callable[[typer.Context, str], list[str]]:
@@ -136,52 +128,58 @@ def _settings_of(name: str) -> list[str]:
     method = methods.METHODS.get(name or methods.DEFAULT_METHOD)
     if method is None:
         return []
-    return [
-        *(["policy"] if method.any_policy else []),
-        *methods.known_settings(method, method.policy),
-    ]
+    policy = ["policy"] if method.any_policy else []
+    return [*policy, *methods.known_settings(method, method.policy)]
 
 
 def _parameter(
-    field: Field[Any], kind: Any, row: tuple[str, str], panel: str | None, is_hidden: bool = False
+    field: Field[Any],
+    field_type: Any,
+    row: tuple[str, str],
+    panel: str | None,
+    *,
+    is_hidden: bool,
 ) -> inspect.Parameter:
-    """Returns a field of an option group as an option or argument for typer, which refuses empty
-    and `-` as a path or a model.
+    """Returns a field of an option group as an option or argument for typer.
 
-    `kind` is the field's type, `row` its names with the value and its help text, `panel` the
-    heading in the help.
+    `row` has its names with the value, and its help text; `panel` is its heading in the help. Empty
+    text and `-` are refused where a path or a model is expected.
     """
     words = row[0].split()
     names = [word for word in words if word.startswith("-")]
-    metavar = " ".join(word for word in words if word not in names) or (
-        "" if kind is bool else None
-    )
-    more: dict[str, Any] = {"help": row[1], "metavar": metavar, "rich_help_panel": panel}
-    if "Path" in str(kind):
-        more["parser"] = lambda text: Path(_name(text))
-    elif metavar in ("MODEL", "REV"):
-        more["parser"] = _name
-    elif field.name in _TEXTS:
-        more["parser"] = argument_text
-    elif "int" in str(kind):
-        more["min"] = LEAST.get(field.name)
-    if not any(each.startswith("--") for each in names):
+    metavar: str | None = " ".join(word for word in words if word not in names)
+    if not metavar and field_type is not bool:
+        metavar = None  # typer's own, by the type
+    if not any(name.startswith("--") for name in names):
         names.insert(0, option_of(field.name))
+
+    options: dict[str, Any] = {"help": row[1], "metavar": metavar, "rich_help_panel": panel}
+    if "Path" in str(field_type):
+        options["parser"] = lambda text: Path(_name(text))
+    elif metavar in ("MODEL", "REV"):
+        options["parser"] = _name
+    elif field.name in _TEXTS:
+        options["parser"] = argument_text
+    elif "int" in str(field_type):
+        options["min"] = LEAST.get(field.name)
+
+    values = _values(field.name, metavar or "")
     if field.name in ("method", "methods"):
-        more["autocompletion"] = _completed
+        options["autocompletion"] = _completed
     elif field.name == "settings":
-        more["autocompletion"] = _completed_setting
-    elif values := _values(field.name, metavar or ""):
-        more["autocompletion"] = _completion_of(values)
-    is_argument = field.name in ARGUMENTS
-    if not is_argument:
-        more["hidden"] = is_hidden
-    described = (
-        typer.Argument(show_default=False, **more) if is_argument else typer.Option(*names, **more)
-    )
-    annotation = Annotated[kind, described]
+        options["autocompletion"] = _completed_setting
+    elif values:
+        options["autocompletion"] = _completion_of(values)
+
+    if field.name in ARGUMENTS:
+        described = typer.Argument(show_default=False, **options)
+    else:
+        described = typer.Option(*names, hidden=is_hidden, **options)
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=field.default,
+        annotation=Annotated[field_type, described],
     )
 
 
@@ -193,13 +191,15 @@ def given(group: Any) -> list[str]:
     """Returns the options of a group whose values differ from their defaults, as on the command
     line, such as `--top-k`."""
     return [
-        option_of(each.name) for each in fields(group) if getattr(group, each.name) != each.default
+        option_of(field.name)
+        for field in fields(group)
+        if getattr(group, field.name) != field.default
     ]
 
 
 def _name(text: str) -> str:
-    """Refuses empty text and `-` as a file, a folder or a model: empty text would be the working
-    folder, and `-` a file of that name, where users mean a standard stream."""
+    """Returns the name of a file, a folder or a model. Refuses empty text, which would be the
+    working folder, and `-`, by which users mean a standard stream."""
     if text in _NO_NAME:
         raise typer.BadParameter(_NO_NAME[text])
     return text
@@ -210,61 +210,56 @@ def check_outputs(
     inputs: Iterable[tuple[str, Path | None]],
     models: ModelOptions | None = None,
 ) -> None:
-    """Raises SpecgenError if an output cannot be written, or is the same file as another output, an
-    input or redirected standard input. All links are followed.
+    """Raises SpecgenError if an output cannot be written, or if it is the same file as another
+    output, an input or redirected standard input. All links are followed.
 
     `outputs` are paths by option (None: not given), `inputs` pairs of an option and its path, a
     file or a folder. The files of `models` are inputs too.
     """
     if not any(outputs.values()):
         return
-    written: dict[Hashable, str] = {}
-    read = [
-        ("standard input", Path("/dev/stdin")),
-        *inputs,
-        *(_of_models(models) if models is not None else ()),
-    ]
+    read = [("standard input", Path("/dev/stdin")), *inputs]
+    if models is not None:
+        read += _of_models(models)
+    outputs_by_file: dict[Hashable, str] = {}
     for option, path in outputs.items():
         if path is None:
             continue
         check_writable(path, _NAMES[option])
         identity = file_identity(path)
-        given = f"{option} {path}"
+        output = f"{option} {path}"
         if identity is None:  # a device
             continue
-        if identity in written:
+        if identity in outputs_by_file:
             raise SpecgenError(
-                f"{written[identity]} and {given} are the same file", "Name another file"
+                f"{outputs_by_file[identity]} and {output} are the same file", "Name another file"
             )
-        written[identity] = given
-        for name, other in read:
-            if other is not None and _is_read(path, other):
+        outputs_by_file[identity] = output
+        for name, source in read:
+            if source is not None and _is_read(path, source):
                 raise SpecgenError(
-                    f"{given} is a file that is read: {name} {other}", "Name another file"
+                    f"{output} is a file that is read: {name} {source}", "Name another file"
                 )
 
 
-def _is_read(path: Path, given: Path) -> bool:
-    """Whether `path` is the file `given`, or one in the folder `given` (or linked from it) that
+def _is_read(path: Path, source: Path) -> bool:
+    """Whether `path` is the file `source`, or a file in (or linked from) the folder `source` that
     specgen has not written."""
-    read = (
-        [other for other in given.iterdir() if other.suffix not in OWN_SUFFIXES]
-        if given.is_dir()
-        else [given]
-    )
-    return file_identity(path) in map(file_identity, read)
+    files = [source]
+    if source.is_dir():
+        files = [file for file in source.iterdir() if file.suffix not in OWN_SUFFIXES]
+    return file_identity(path) in map(file_identity, files)
 
 
 def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
-    """Yields the files and folders that model options name, each after its option; without a
-    target, the bundled models' folders."""
+    """Yields the files and folders that the options name, each after its option; without a target,
+    the bundled models' folders."""
     from specgen import demo
 
     if models.target is None:
-        yield from (
-            ("the bundled model", folder)
-            for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder())
-        )
-    for option in ("target", "draft", "head", "exit_layer", "profile"):
-        if (path := getattr(models, option, None)) is not None:
-            yield option_of(option), Path(os.path.expanduser(path))
+        for folder in (*map(demo.folder, demo.ROLES), demo.exit_folder()):
+            yield "the bundled model", folder
+    for field in ("target", "draft", "head", "exit_layer", "profile"):
+        path = getattr(models, field, None)
+        if path is not None:
+            yield option_of(field), Path(os.path.expanduser(path))

@@ -12,7 +12,7 @@ from rich.console import Console
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.text import print_json
-from specgen.cli.commands import given
+from specgen.cli.commands import given, option_of
 from specgen.cli.inspect_traces import inspect_traces
 from specgen.cli.opening import disable_hub_progress, open_pair
 from specgen.cli.options import (
@@ -40,9 +40,29 @@ def inspect(
 ) -> None:
     """Shows traces, a pair of models or the methods. Raises SpecgenError for options that
     contradict each other."""
-    wanted = ["a trace"] if asked.traces else []
+    _check(asked, shown, pair, models)
+    if asked.traces:
+        inspect_traces(asked.traces, output, shown)
+    elif not asked.list_methods:
+        _inspect_pair(models, output, measure=pair.measure)
+    else:
+        for method in methods.METHODS.values():
+            if output.json:
+                print_json(view.method_line(method))
+            else:
+                view.method_card(theme.console(no_color=output.no_color), method)
+
+
+def _check(
+    asked: InspectOptions, shown: TraceOptions, pair: PairOptions, models: ModelOptions
+) -> None:
+    """Raises SpecgenError unless the options name one thing to inspect."""
+    wanted = []
+    if asked.traces:
+        wanted.append("a trace")
     wanted += [*given(models), *given(pair)][:1]
-    wanted += ["--methods"] if asked.list_methods else []
+    if asked.list_methods:
+        wanted.append("--methods")
     if not wanted:
         ways = (
             "Name a trace, or a pair (--target MODEL --draft MODEL; --pair is the "
@@ -63,47 +83,38 @@ def inspect(
             f"--pair is the bundled pair, and --target {models.target} is given too",
             "Leave one of them out",
         )
-    if asked.traces:
-        inspect_traces(asked.traces, output, shown)
-    elif not asked.list_methods:
-        _inspect_pair(models, output, measure=pair.measure)
-    else:
-        for method in methods.METHODS.values():
-            if output.json:
-                print_json(view.method_line(method))
-            else:
-                view.method_card(theme.console(no_color=output.no_color), method)
 
 
 def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
-    """Shows a report on a pair of models.
-
-    With `measure` the models are loaded and their forward passes timed.
-    """
+    """Shows a report on a pair of models. With `measure` the models are loaded and timed."""
     err = theme.console(stderr=True, no_color=output.no_color)
     report = _report(models, err, quiet=output.quiet)
     if measure:
         from specgen.tune.pair_inspection import with_measurements
 
         dtypes = {model.dtype for model in (report.target, report.draft) if model is not None}
-        is_known = len(dtypes) == 1 and models.draft_dtype is None  # already measured
-        pair, _ = open_pair(
-            replace(models, dtype=dtypes.pop()) if is_known else models, err, quiet=output.quiet
-        )
+        chosen = models
+        if len(dtypes) == 1 and models.draft_dtype is None:  # "auto" would be measured again
+            chosen = replace(models, dtype=dtypes.pop())
+        pair, _ = open_pair(chosen, err, quiet=output.quiet)
         with pair, Progress(err, quiet=output.quiet) as line:
             report = with_measurements(report, pair, line.announce)
-    found, published = _found(models, err, quiet=output.quiet)
+
+    drafters, published = _drafters(models, err, quiet=output.quiet)
     if output.json:
-        more = {"found": [each.as_dict() for each in found]} if models.finds else {}
-        print_json({"type": "pair", **report.as_dict(), **more})
+        line_of_pair = {"type": "pair", **report.as_dict()}
+        if models.finds:
+            line_of_pair["found"] = [drafter.as_dict() for drafter in drafters]
+        print_json(line_of_pair)
     else:
-        view.show_found(theme.console(no_color=output.no_color), found, published)
-        view.show(theme.console(no_color=output.no_color), report, _next_command(models, report))
+        out = theme.console(no_color=output.no_color)
+        view.show_found(out, drafters, published)
+        view.show(out, report, _next_command(models, report))
 
 
-def _found(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
-    """Returns what can draft for the target, if no drafter is named, and a hint at published ones
-    where nothing was found."""
+def _drafters(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
+    """Returns what was found to draft for the target, if no drafter is named, and a hint at
+    published drafters if nothing was found."""
     if not models.finds or models.target is None:
         return [], None
     with Progress(err, quiet=quiet) as loading:
@@ -117,12 +128,12 @@ def _found(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Fou
         device = pick_device(models.device)
         devices = device, pick_draft_device(models.draft_device, models.device, device)
         dtypes = models.dtype, models.draft_dtype
-        found = search(find_model(source, loading.announce), devices, dtypes).found
-        return found, None if found else hint(models.target)
+        drafters = search(find_model(source, loading.announce), devices, dtypes).found
+        return drafters, None if drafters else hint(models.target)
 
 
 def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
-    """Returns the report that needs only the models' files, without loading their weights."""
+    """Returns a report on the models' files, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
     with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
@@ -142,18 +153,14 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
             models.offline,
         )
         target, *drafts = model_sources(*named, models.backend)
-        head = (
-            None
-            if models.head is None
-            else head_folder(models.head, models.offline, loading.announce)
-        )
-        if (
-            models.target is not None
-            and drafts
-            and (folder := assistant_folder(drafts[0], loading.announce)) is not None
-        ):
-            head = folder
-            drafts = []
+        head = None
+        if models.head is not None:
+            head = head_folder(models.head, models.offline, loading.announce)
+        if models.target is not None and drafts:
+            assistant = assistant_folder(drafts[0], loading.announce)
+            if assistant is not None:
+                head = assistant
+                drafts = []
         return inspect_files(
             replace(target, context=models.context),
             drafts[0] if drafts else None,
@@ -168,18 +175,13 @@ def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
 def _next_command(models: ModelOptions, report: PairReport) -> str:
     """Returns the command that the user can run next. If tokens cannot be translated between the
     models, it names methods that work without that."""
-    given = {
-        name: getattr(models, name)
-        for name in ("target", "draft", "head", "device", "dtype", "context", "draft_dtype")
-    }
-    arguments = "".join(
-        f" --{name.replace('_', '-')} {shlex.quote(str(value))}"
-        for name, value in given.items()
-        if value not in (None, "auto")
-    )
+    arguments = ""
+    for name in ("target", "draft", "head", "device", "dtype", "context", "draft_dtype"):
+        value = getattr(models, name)
+        if value not in (None, "auto"):
+            arguments += f" {option_of(name)} {shlex.quote(str(value))}"
     if report.speedup_model is None:
         return f"specgen inspect{arguments} --measure"
-    is_refused = report.tokenizers is not None and report.tokenizers.refusal is not None
-    return f"specgen compare{arguments}" + (
-        " --methods sd:translation=text,lookup,suffix" if is_refused else ""
-    )
+    if report.tokenizers is not None and report.tokenizers.refusal is not None:
+        arguments += " --methods sd:translation=text,lookup,suffix"
+    return f"specgen compare{arguments}"

@@ -36,12 +36,11 @@ START_KEYS = (
 
 @dataclass(slots=True)
 class _Group:
-    """The runs (recorded generations) of one method in one trace file.
+    """The runs of one method in one trace file.
 
     `name` is the method with its settings as given to `specgen compare`, or the method's name in a
-    trace of `generate`. `run` is the run to show in detail, None until it is found. `settings` has
-    each setting's value as text: the values in these runs, or their range, as PEARL's window is
-    measured for each prompt.
+    trace of `generate`. `values` has each setting's values in these runs: PEARL's window is
+    measured for each prompt. `run` is the run to show in detail, None until it is found.
     """
 
     path: Path
@@ -63,12 +62,13 @@ class _Group:
 
     @property
     def settings(self) -> dict[str, str]:
-        found = {}
+        """Each setting's values as text, or their range if they are numbers."""
+        texts = {}
         for name, values in self.values.items():
-            found[name] = ", ".join(map(str, values))
+            texts[name] = ", ".join(map(str, values))
             if len(values) > 1 and all(type(value) in (int, float) for value in values):
-                found[name] = f"{min(values):g}–{max(values):g}"
-        return found
+                texts[name] = f"{min(values):g}–{max(values):g}"
+        return texts
 
 
 def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceOptions) -> None:
@@ -84,15 +84,15 @@ def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceO
             # runs of `compare` with the same written method are one group, even if measured
             # settings differ
             spec = run.start.get("spec")
-            name = spec if isinstance(spec, str) and spec else run.method
-            key = (
-                path,
-                name,
-                "" if name is spec else json.dumps(run.start["settings"], sort_keys=True),
+            name = run.method
+            settings = json.dumps(run.start["settings"], sort_keys=True)
+            if isinstance(spec, str) and spec:
+                name = spec
+                settings = ""
+            group = groups.setdefault(
+                (path, name, settings), _Group(path, name, TraceStatistics(run.method))
             )
-            groups.setdefault(key, _Group(path, name, TraceStatistics(run.method))).add(
-                run, options.run
-            )
+            group.add(run, options.run)
             if output.json:
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), options.run))

@@ -16,7 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, file_identity
 from specgen.base.types import SamplingParams, check_models
 
-# by field: a short name, a long one if it is not `--the-field`, the value; the help text
+# By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]
 MAX_NEW_TOKENS = 128
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
@@ -371,28 +371,27 @@ class ModelOptions:
 
     @property
     def finds(self) -> bool:
-        """Whether to look for what can draft for the target: with no drafter named, and not with
+        """Whether to look for what can draft for the target: no drafter is named, nor
         `--draft none`."""
-        return self.target is not None and all(
-            each is None for each in (self.draft, self.head, self.exit_layer)
-        )
+        drafters = (self.draft, self.head, self.exit_layer)
+        return self.target is not None and all(drafter is None for drafter in drafters)
 
     @property
     def probably_on_cpu(self) -> bool:
-        """Whether both models will probably run on the CPU: a guess that does not import torch.
-
-        A wrong guess only costs time.
-        """
+        """Whether both models will probably run on the CPU: a guess without torch. A wrong one only
+        costs time."""
         devices = {self.device, self.draft_device or self.device}
         is_without_gpu = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
         return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
     def arguments(self) -> dict[str, Any]:
         """Returns these options as keyword arguments for `specgen.load`, but for `find`."""
-        given = asdict(self)
+        options = asdict(self)
         if self.draft == "none":
-            given["draft"] = None
-        return {name: value for name, value in given.items() if name not in ("profile", "threads")}
+            options["draft"] = None
+        for name in ("profile", "threads"):
+            options.pop(name, None)
+        return options
 
 
 @dataclass(frozen=True)
@@ -457,8 +456,8 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class RecordOptions(OutputOptions):
-    """What a command that decodes measures and records besides its output. `trace` is the file to
-    write, None for no trace."""
+    """What a command that decodes shows, records and measures. `trace` is the file to write, None
+    for no trace."""
 
     trace: Path | None = None
     record: Literal["distributions"] | None = None
@@ -484,8 +483,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output. `max_new_tokens` None: the
-    default, or no limit."""
+    """The options for sampling, with the texts that end the output. `max_new_tokens` None is the
+    default, and in a conversation no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None
@@ -516,11 +515,9 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class CompareOutput(RecordOptions):
-    """What to display and to write to files. `resume` is the trace of an interrupted comparison,
-    which is read first and then appended to. A file whose path is None is not written.
-
-    Raises SpecgenError for options that contradict each other.
-    """
+    """What `compare` shows, and the files that it writes; None: not this file. `resume` is the
+    trace of an interrupted comparison, which is read first and then appended to. Raises
+    SpecgenError for options that contradict each other."""
 
     by_category: bool = False
     phases: bool = False
@@ -558,8 +555,7 @@ class CompareOutput(RecordOptions):
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """The traces to inspect, or with `list_methods` the methods. Neither is given if a pair of
-    models is to be inspected."""
+    """The traces to inspect, or with `list_methods` the methods; neither for a pair of models."""
 
     panel: ClassVar[str | None] = None
     traces: list[Path] | None = None
@@ -568,8 +564,8 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What to show of recorded runs: at most `rounds` rounds of each method (None: a default),
-    those of its run number `run`, from 1. `html` is the page to write, None for text."""
+    """What to show of recorded runs: of each method at most `rounds` rounds (None: a default) of
+    its run number `run`, from 1. `html` is the page to write, None for text."""
 
     panel: ClassVar[str] = "Recorded runs"
     html: Path | None = None

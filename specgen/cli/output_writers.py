@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 class OutputWriter:
     """Writes the output of one generation.
 
-    `where` names the device and the dtype that were chosen, empty where the user did. `tuned` says
-    in words which method and settings were taken from what `specgen tune` saved; empty where none
-    were. `trace` gets every line of the recorded run. If a line cannot be written to it, the whole
-    output is shown nevertheless, and `write` then raises the error. `keys` say which of several
-    prompts is answered: they are in the first and the last line, and with --json only the last is
-    shown.
+    `tuned` says which method and settings come from a profile, `where` which device and dtype were
+    chosen; both are empty if the user chose. `trace` gets every line of the recorded run. If a line
+    cannot be written to it, the whole output is shown nevertheless, and `write` then raises the
+    error. `keys` say which of several prompts is answered: they are in the first and the last line,
+    and with --json only the last is shown.
     """
 
     def __init__(
@@ -118,30 +117,23 @@ class OutputWriter:
             finally:
                 with interrupts.held():
                     self._end_text()
+            reason = self._run.finish_reason or "length"
+            if interruption is not None:
+                reason = "interrupted"
             with interrupts.held():
                 self._figures.capture_seconds = self._pair.models.capture_seconds() - captured
-                self._finish(
-                    "interrupted"
-                    if interruption is not None
-                    else self._run.finish_reason or "length"
-                )
+                self._finish(reason)
         if interruption is not None:
             raise ReportedInterrupt from interruption
 
     def _add(self, round_: Round) -> None:
-        """Writes a round to the trace, then shows it.
-
-        Showing may wait for the reader of a pipe. If it is interrupted there, the trace already has
-        the round.
-        """
+        """Writes a round to the trace, then shows it: showing may wait for the reader of a pipe,
+        and be interrupted there."""
         self._figures.add(round_)
         pieces = self._answer.add(round_)
         if self._output.json or self._trace is not None:
-            self._record(
-                records.round_line(
-                    round_, self._pair.tokenizer.text_of, record=self._request.record
-                )
-            )
+            text_of = self._pair.tokenizer.text_of
+            self._record(records.round_line(round_, text_of, record=self._request.record))
         self._show(pieces)
         if self._rounds is not None:
             self._rounds.show(round_)
@@ -172,16 +164,14 @@ class OutputWriter:
         if not output.quiet:
             if not output.json:
                 self._err.print()
-            notes = list(self._notes(finish_reason))
-            width = theme.width(self._err)
+            is_limited = self._request.limit == self._request.sampling.max_new_tokens
             line = footer(
                 figures,
-                notes,
-                width,
+                list(self._notes(finish_reason)),
+                theme.width(self._err),
                 tuned=self._tuned,
                 where=self._where,
-                is_cut=finish_reason == "length"
-                and self._request.limit == self._request.sampling.max_new_tokens,
+                is_cut=is_limited and finish_reason == "length",
             )
             self._err.print(line)
         if self._trace_error is not None:
@@ -205,21 +195,21 @@ class OutputWriter:
             print_json(line)
 
     def _notes(self, finish_reason: str) -> Iterator[str]:
+        """Yields the notes of the footer."""
         method = self._request.method
+        target = self._pair.target
         run = self._run
         energy = self._figures.energy
-        costs = self._run.costs
+        costs = run.costs
         draft = self._pair.draft if method.uses_draft_model else None
         if not method.lossless:
             yield "lossy"
-        if self._pair.target.precision.rounding is not None:
-            yield f"{self._pair.target.dtype_name} target"
-        if (
-            draft is not None
-            and draft.dtype_name in QUANTISED
-            and (rounded := f"{draft.dtype_name} draft") not in self._tuned
-        ):
-            yield rounded
+        if target.precision.rounding is not None:
+            yield f"{target.dtype_name} target"
+        if draft is not None and draft.dtype_name in QUANTISED:
+            rounded = f"{draft.dtype_name} draft"
+            if rounded not in self._tuned:
+                yield rounded
         if costs is not None:
             yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
@@ -227,18 +217,13 @@ class OutputWriter:
         if MATCH_LENGTH in method.signals and self._pair.draft is None:
             has_layers = method.drafts_without_model and self._pair.models.has_part(MTP)
             yield f"{MTP} drafts" if has_layers else "no draft model"
-        if (
-            self._request.limit < self._request.sampling.max_new_tokens
-            and finish_reason == "length"
-        ):
-            target = self._pair.target
-            is_full = target.max_tokens(run.context.prompt_length) == target.context_limit
+        is_cut_short = self._request.limit < self._request.sampling.max_new_tokens
+        if is_cut_short and finish_reason == "length":
             length = f"{len(run.context):,} tokens"
-            yield (
-                f"the context of {length} is full"
-                if is_full
-                else f"{length}: LongRoPE changes there"
-            )
+            if target.max_tokens(run.context.prompt_length) == target.context_limit:
+                yield f"the context of {length} is full"
+            else:
+                yield f"{length}: LongRoPE changes there"
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
         if finish_reason == "interrupted":

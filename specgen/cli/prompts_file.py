@@ -72,13 +72,12 @@ class PromptsFile:
                 "question is answered"
             )
         is_shown = not self._output.json
-        with Progress(
-            self._err, quiet=self._output.quiet or is_shown or sys.stdout.isatty()
-        ) as progress:
+        is_silent = self._output.quiet or is_shown or sys.stdout.isatty()
+        with Progress(self._err, quiet=is_silent) as progress:
             for number, prompt in enumerate(self._prompts):
-                title = f"prompt {number + 1} of {len(self._prompts)}" + f": {prompt.name}" * bool(
-                    prompt.name
-                )
+                title = f"prompt {number + 1} of {len(self._prompts)}"
+                if prompt.name:
+                    title += f": {prompt.name}"
                 progress.announce(title)
                 if is_shown:
                     self._say(title)
@@ -95,11 +94,9 @@ class PromptsFile:
                     self._err.print()
 
     def _continue(self, path: Path, trace: TraceWriter) -> None:
-        """Takes over the finished runs in a trace that this command wrote before it was
-        interrupted. A trace without interrupted answers is written anew.
-
-        Raises SpecgenError if another command was interrupted, because its answers would be lost.
-        """
+        """Takes over the finished runs in the trace, if this command wrote it and was interrupted;
+        else it is written anew. Raises SpecgenError if another command was interrupted, because its
+        answers would be lost."""
         if not path.is_file():
             return
         from specgen.traces.reader import read_trace  # imports pydantic
