@@ -32,8 +32,8 @@ from specgen.base.types import (
 )
 from specgen.pair.figures import Figures
 
-# bytes, enough for the ids of two million tokens; limits the memory that a malformed file can take
-LONGEST_LINE = 16 << 20
+# It limits the memory that a malformed file can take; the ids of two million tokens fit.
+LONGEST_LINE = 16 << 20  # bytes
 SHORTEST = 1e-30  # seconds; rates by a shorter time would overflow
 _HINT = "Name an unchanged file from --trace"
 
@@ -75,8 +75,8 @@ class TracedRun:
         return None if self.summary is None else self.summary["finish_reason"]
 
     def fold(self) -> Figures:
-        """Returns the run's figures, computed from its rounds, so that they also exist for a run
-        that was cut off."""
+        """Returns the run's figures, computed from its rounds: a run that was cut off has them,
+        too."""
         figures = Figures(self.method)
         self.add_to(figures)
         return figures
@@ -89,14 +89,10 @@ class TracedRun:
         if not self.rounds and self.summary is not None:
             keys = ("drafts", "drafted", "accepted", "target_passes", "seconds")
             line: dict[str, Any] = {name: self.summary.get(name, 0) for name in keys}
-            figures.include(
-                line
-                | {
-                    "rounds": line["target_passes"],
-                    "token_ids": self.summary["token_ids"],
-                    "phase_seconds": None,
-                }
-            )
+            line["rounds"] = line["target_passes"]
+            line["token_ids"] = self.summary["token_ids"]
+            line["phase_seconds"] = None
+            figures.include(line)
 
     def texts(self) -> dict[int, str]:
         """The texts of all drafted, correction and bonus tokens in the run, by token id."""
@@ -193,8 +189,8 @@ _LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminat
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
-    """Yields the runs of a trace; only one run at a time is in memory. Raises SpecgenError if the
-    file is not a trace."""
+    """Yields the runs of a trace, one at a time in memory. Raises SpecgenError if the file is not a
+    trace."""
     run: TracedRun | None = None
     for number, end, line in _lines(path):
         where = f"{path}, line {number:,}"
@@ -204,12 +200,7 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
                     f"the trace is cut off in line {number:,}: only what comes before is shown"
                 )
             break
-        if (
-            run is None
-            and isinstance(line, dict)
-            and "type" not in line
-            and not {"prompt", "turns"}.isdisjoint(line)
-        ):
+        if run is None and _is_prompt(line):
             hint = (
                 f"Answer them with specgen generate --prompts {path} --trace "
                 "FILE.jsonl, and inspect that file"
@@ -234,18 +225,22 @@ def read_trace(path: Path) -> Iterator[TracedRun]:
     yield _closed(run)
 
 
+def _is_prompt(line: Any) -> bool:
+    """Whether the line is one of a file of prompts in JSON lines."""
+    if not isinstance(line, dict) or "type" in line:
+        return False
+    return not {"prompt", "turns"}.isdisjoint(line)
+
+
 def _lines(path: Path) -> Iterator[tuple[int, int, Any]]:
     """Yields each line of a file that is not blank: its number, the byte offset after it, and its
-    JSON value.
-
-    The value is None for an incomplete last line, as an interruption while writing leaves it.
-    """
-    end = number = 0
+    JSON value; None for an incomplete last line, as an interruption while writing leaves it."""
+    end = 0
     try:
         with path.open("rb") as file:
-            while data := file.readline(LONGEST_LINE):
-                number = number + 1
-                end = end + len(data)
+            lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+            for number, data in enumerate(lines, start=1):
+                end += len(data)
                 where = f"{path}, line {number:,}"
                 is_complete = data.endswith(b"\n")
                 if len(data) == LONGEST_LINE and not is_complete:
@@ -275,11 +270,11 @@ def _closed(run: TracedRun) -> TracedRun:
     """Returns a run whose last line has been read, with notes on what is missing."""
     if run.summary is None:
         run.notes = run.notes or ["the run has no summary: it was cut off"]
-    elif not run.rounds and run.summary["token_ids"]:
+        return run
+    token_ids = [token for traced in run.rounds for token in traced.round.token_ids]
+    if not run.rounds and run.summary["token_ids"]:
         run.notes.append("the run has no rounds: another program decoded it")
-    elif [token for traced in run.rounds for token in traced.round.token_ids] != run.summary[
-        "token_ids"
-    ]:
+    elif token_ids != run.summary["token_ids"]:
         run.notes.append(
             "the summary's tokens differ from those of the rounds: lines are missing or "
             "were changed"
@@ -318,13 +313,11 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
         )
     seconds = dict.fromkeys(PHASES, 0.0)
     for phase, value in line.seconds.items():
-        # so that the seconds add up
+        # unknown phases count as another one, so that the seconds add up
         seconds[phase if phase in seconds else "other"] += value if value >= SHORTEST else 0.0
-    policy = (
-        None
-        if line.policy is None
-        else {name: float(value) for name, value in line.policy.items() if _is_number(value)}
-    )
+    policy = None
+    if line.policy is not None:
+        policy = {name: float(value) for name, value in line.policy.items() if _is_number(value)}
     round_ = Round(
         index, line.mode, draft, verdict, seconds, policy, line.target_passes, line.unjudged
     )
@@ -332,7 +325,7 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
 
 
 def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
-    """Finds the accepted nodes of the draft tree, from the root, by the accepted token ids. All
+    """Returns the accepted nodes of the draft tree, from the root, by the accepted token ids. All
     matching paths are tried, because several children of a node may have the same token."""
     depths = {-1: 0}  # by node, for nodes on matching paths; -1 is the root
     for node, (token, parent) in enumerate(zip(line.draft_ids, line.parents, strict=True)):
@@ -354,5 +347,5 @@ def _path(line: _RoundLine, where: str) -> tuple[int, ...]:
 
 
 def _is_number(value: object) -> bool:
-    # false for infinities
+    """Whether the value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

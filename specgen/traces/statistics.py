@@ -62,28 +62,24 @@ def binned(
     edges: Sequence[float],
     figures: Callable[[list[_Item]], Bin],
 ) -> list[Bin]:
-    """Groups items by the range between two neighbouring `edges` (ascending) in which
-    `number(item)` lies.
+    """Groups items by the range between two of the `edges` (ascending) in which `number(item)`
+    lies.
 
     Returns a bin for each range that has items: its ends `low` and `high`, and what `figures`
     returns for its items. Items whose number is NaN are left out. A number below all edges counts
-    in the first range, one above all edges in the last.
+    to the first range, one above all edges to the last.
     """
     groups: dict[int, list[_Item]] = {}
     for item in items:
         value = number(item)
         if not math.isnan(value):
-            groups.setdefault(bisect_right(edges, value, 1, len(edges) - 1), []).append(item)
+            edge = bisect_right(edges, value, 1, len(edges) - 1)
+            groups.setdefault(edge, []).append(item)
+
     bins = []
-    for place, group in sorted(groups.items()):
-        high = edges[place]
-        bins.append(
-            {
-                "low": edges[place - 1],
-                "high": high if math.isfinite(high) else None,
-                **figures(group),
-            }
-        )
+    for edge, group in sorted(groups.items()):
+        high = edges[edge] if math.isfinite(edges[edge]) else None
+        bins.append({"low": edges[edge - 1], "high": high, **figures(group)})
     return bins
 
 
@@ -91,12 +87,12 @@ def binned(
 
 
 def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str) -> list[Bin]:
-    """Returns how many drafted tokens were accepted, by ranges of a number such as the entropy. The
-    ranges lie between `edges`.
+    """Returns how many drafted tokens were accepted, by ranges (between `edges`) of a number such
+    as the entropy.
 
-    `judged` has for each token the number, and whether it was accepted. The bin of a range has the
-    counts `judged` and `accepted`, the acceptance `rate` with its 95 % Wilson confidence interval
-    from `rate_low` to `rate_high`, and under `name` the mean of the numbers.
+    `judged` has for each token the number, and whether it was accepted. A bin has the counts
+    `judged` and `accepted`, the acceptance `rate` with its 95 % Wilson confidence interval from
+    `rate_low` to `rate_high`, and under `name` the mean of the numbers.
     """
 
     def figures(group: list[Judged]) -> Bin:
@@ -115,7 +111,7 @@ def acceptance_bins(judged: Iterable[Judged], edges: Sequence[float], name: str)
             "rate_high": min(1.0, (middle + half) / (1 + square)),
         }
 
-    return binned(judged, lambda each: each[0], edges, figures)
+    return binned(judged, lambda pair: pair[0], edges, figures)
 
 
 def judged_predictions(round_: Round) -> Iterator[Judged]:
@@ -133,26 +129,24 @@ def judged_predictions(round_: Round) -> Iterator[Judged]:
 
 
 def calibration_of(predictions: Sequence[Judged]) -> dict[str, Any] | None:
-    """Compares predicted acceptance probabilities with what verification accepted; None without
-    predictions.
+    """Compares predicted acceptance probabilities with what was accepted; None without predictions.
 
     `judged` is the number of predictions, `predicted` their mean, and `rate` the share of their
-    tokens that was accepted. `error` is the expected calibration error: the mean over `bins`
-    (tenths of the predicted probability) of the distance between `predicted` and `rate`, weighted
-    by the bins' numbers of tokens.
+    tokens that was accepted. `error` is the expected calibration error: the mean distance of
+    `predicted` and `rate` over `bins` (tenths of the predicted probability), weighted by the bins'
+    numbers of tokens.
     """
     if not predictions:
         return None
     bins = acceptance_bins(predictions, _TENTHS, "predicted")
+    count = len(predictions)
     predicted, rate = (fmean(column) for column in zip(*predictions, strict=True))
-    error = sum(each["judged"] * abs(each["predicted"] - each["rate"]) for each in bins) / len(
-        predictions
-    )
+    distances = (row["judged"] * abs(row["predicted"] - row["rate"]) for row in bins)
     return {
-        "judged": len(predictions),
+        "judged": count,
         "predicted": predicted,
         "rate": rate,
-        "error": error,
+        "error": sum(distances) / count,
         "bins": bins,
     }
 
@@ -185,51 +179,38 @@ def estimate(entropy: float, c: float) -> float:
 
 def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None:
     """Compares the acceptance probabilities of drafted tokens with their lower bounds and with
-    SVIP's estimate with constant c.
+    SVIP's estimate with constant c. None if no token's entropy, overlap and KL divergence were
+    recorded.
 
-    Reads the tokens whose entropy, overlap and KL divergence were recorded; returns None if there
-    are none.
-
-    `below_estimate` is the share of tokens whose acceptance probability is below the estimate.
-    `entropy_ratio` is the median of H(q,p) / H(q), cross-entropy by entropy, `measured_c` the
-    constant c that follows from it, and `entropy_ratios` the histogram of this ratio (SVIP, Figure
-    3). If every entropy is close to 0, `entropy_ratio` and `measured_c` are None and the histogram
-    is empty. `by_entropy` has medians for ranges of the entropy (Figure 2, top), `by_acceptance`
-    for groups of equal size of the tokens sorted by their acceptance probability, lowest first
-    (Figure 4). `pinsker_gap` and `bretagnolle_huber_gap` are the mean distances from the bounds up
-    to the acceptance probability, `pinsker_higher` is the share of tokens for which Pinsker's bound
-    is the higher of the two (Appendix B), and `pinsker_tighter` says how much smaller its mean
-    distance is: 0.1 is 10 % smaller, negative is larger; None if Bretagnolle and Huber's bound is
-    exact.
+    - `below_estimate`: the share of tokens whose acceptance probability is below the estimate.
+    - `entropy_ratio`: the median of H(q,p) / H(q), cross-entropy by entropy; `measured_c`: the
+      constant c that follows from it; both None if every entropy is close to 0. `entropy_ratios`:
+      the histogram of this ratio (SVIP, Figure 3).
+    - `by_entropy`: medians for ranges of the entropy (Figure 2, top). `by_acceptance`: medians for
+      groups of equal size of the tokens sorted by acceptance probability, lowest first (Figure 4).
+    - `pinsker_gap`, `bretagnolle_huber_gap`: the mean distances from the bounds up to the
+      acceptance probability. `pinsker_higher`: the share of tokens for which Pinsker's bound is the
+      higher one (Appendix B). `pinsker_tighter`: how much smaller its mean distance is (0.1: 10 %
+      smaller; negative: larger), None if the other bound is exact.
     """
     recorded = [
         token for token in tokens if not math.isnan(token.entropy + token.overlap + token.kl)
     ]
     if not recorded:
         return None
-    recorded.sort(key=lambda token: token.overlap)
-    count = len(recorded)
-    groups = min(_GROUPS, len(recorded))
     ratios = [1 + token.kl / token.entropy for token in recorded if token.entropy > _LEAST_ENTROPY]
     ratio = median(ratios) if ratios else None
     gap = fmean(token.overlap - pinsker(token.kl) for token in recorded)
     other_gap = fmean(token.overlap - bretagnolle_huber(token.kl) for token in recorded)
-    equal = [
-        recorded[group * count // groups : (group + 1) * count // groups] for group in range(groups)
-    ]
 
     def medians(group: Sequence[DraftedToken]) -> Bin:
-        return {
-            "tokens": len(group),
-            "entropy": median(token.entropy for token in group),
-            "acceptance": median(token.overlap for token in group),
-            "pinsker": median(pinsker(token.kl) for token in group),
-            "bretagnolle_huber": median(bretagnolle_huber(token.kl) for token in group),
-            "estimate": median(estimate(token.entropy, c) for token in group),
-        }
+        return _medians(group, c)
 
+    by_acceptance = []
+    for group in _equal_groups(sorted(recorded, key=lambda token: token.overlap)):
+        by_acceptance.append({"low": group[0].overlap, "high": group[-1].overlap, **medians(group)})
     return {
-        "tokens": count,
+        "tokens": len(recorded),
         "c": c,
         "below_estimate": fmean(token.overlap < estimate(token.entropy, c) for token in recorded),
         "entropy_ratio": ratio,
@@ -242,11 +223,27 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
         "pinsker_tighter": 1 - gap / other_gap if other_gap > 0 else None,
         "entropy_ratios": binned(ratios, float, _RATIOS, lambda group: {"tokens": len(group)}),
         "by_entropy": binned(recorded, lambda token: token.entropy, _ENTROPIES, medians),
-        "by_acceptance": [
-            {"low": group[0].overlap, "high": group[-1].overlap, **medians(group)}
-            for group in equal
-        ],
+        "by_acceptance": by_acceptance,
     }
+
+
+def _medians(group: Sequence[DraftedToken], c: float) -> Bin:
+    return {
+        "tokens": len(group),
+        "entropy": median(token.entropy for token in group),
+        "acceptance": median(token.overlap for token in group),
+        "pinsker": median(pinsker(token.kl) for token in group),
+        "bretagnolle_huber": median(bretagnolle_huber(token.kl) for token in group),
+        "estimate": median(estimate(token.entropy, c) for token in group),
+    }
+
+
+def _equal_groups(tokens: Sequence[DraftedToken]) -> Iterator[Sequence[DraftedToken]]:
+    """Yields the tokens in `_GROUPS` groups of equal size, as nearly as their number allows."""
+    count = len(tokens)
+    groups = min(_GROUPS, count)
+    for group in range(groups):
+        yield tokens[group * count // groups : (group + 1) * count // groups]
 
 
 # runs
@@ -273,10 +270,10 @@ class TraceStatistics:
         self.summary = Figures(method)
         self.tokens: list[DraftedToken] = []  # only of drafts with recorded entropies
         self.drafts: list[DraftOutcome] = []  # only those with recorded entropies
-        self.predictions: list[Judged] = []  # predicted acceptance probabilities of judged tokens
+        self.predictions: list[Judged] = []  # predicted acceptance probabilities
         self.runs = 0
         self.accepted_runs: list[int] = []  # accepted tokens before each rejection
-        self.branches = False  # drafts are trees, or several chains at once
+        self.branches = False  # whether a draft was a tree or several chains
         self.speeds: list[float] = []  # tokens per second of each run
         # SVIP's constant: the first run's setting c, or if it has none AUTHORS_C
         self.c = AUTHORS_C
@@ -287,14 +284,15 @@ class TraceStatistics:
             self.c = setting(run, "c") or AUTHORS_C
         run.add_to(self.summary)
         self.accepted_runs += complete_runs(traced.round for traced in run.rounds)
-        if speed := run.fold().tokens_per_second:
+        speed = run.fold().tokens_per_second
+        if speed:
             self.speeds.append(speed)
         for traced in run.rounds:
             self._add_draft(traced)
 
     def _add_draft(self, traced: TracedRound) -> None:
-        """Adds a round's draft to the statistics; to `drafts` only if the entropies of all its
-        verified tokens are known.
+        """Adds a round's draft; to `drafts` only if the entropies of all its verified tokens are
+        known.
 
         The rejected children of a node of a draft tree share one distribution, so only the first of
         them counts as verified.
@@ -307,13 +305,15 @@ class TraceStatistics:
         if not draft.entropies:
             return
         agreement = traced.round.verdict.agreement
-        known = () if agreement is None else (agreement.overlap, agreement.kl)
-        self.tokens += map(DraftedToken, statuses, draft.entropies, *known)
-        rejected = (
-            [statuses.index(TokenStatus.REJECTED)] if TokenStatus.REJECTED in statuses else []
-        )
+        overlaps = () if agreement is None else (agreement.overlap, agreement.kl)
+        self.tokens += map(DraftedToken, statuses, draft.entropies, *overlaps)
+
+        rejected = []
+        if TokenStatus.REJECTED in statuses:
+            rejected.append(statuses.index(TokenStatus.REJECTED))
         entropies = [draft.entropies[node] for node in (*path, *rejected)]
-        if entropies and not math.isnan(mean := fmean(entropies)):
+        mean = fmean(entropies) if entropies else math.nan
+        if not math.isnan(mean):
             self.drafts.append(DraftOutcome(mean, len(path)))
 
     @property
@@ -322,23 +322,23 @@ class TraceStatistics:
         return self.summary.accepted / self.summary.drafts if self.summary.drafts else None
 
     def runs_of_accepted(self) -> dict[str, Any] | None:
-        """Compares the runs of accepted tokens with PEARL's Theorem 2. None if nothing was
-        rejected.
+        """Compares the runs of accepted tokens with PEARL's Theorem 2, which assumes that tokens
+        are accepted independently, with the same probability. None if nothing was rejected.
 
-        A run is complete if a rejection ends it. `complete` is the number of such runs, and `mean`
-        their mean length, counting the token that corrects each. `alpha` is the share of accepted
-        tokens among the accepted and the rejected ones. `expected` is the mean length by Theorem 2:
-        1 / (1 - alpha). `expected` may exceed `mean`, because long runs are more often cut short by
-        the output's end: `unfinished` counts the tokens that were accepted after the last rejection
-        of their output. The theorem assumes that tokens are accepted independently and with the
-        same probability. `deviation` is the standard deviation of the lengths of complete runs,
-        `expected_deviation` its value under this assumption: sqrt(alpha) / (1 - alpha). `longest`
-        is their maximum.
+        - `complete`: the number of runs that a rejection ends. Of their lengths, `mean` is the mean
+          (with the token that corrects each), `deviation` the standard deviation, `longest` the
+          maximum.
+        - `unfinished`: the tokens accepted after the last rejections of the outputs.
+        - `alpha`: the share of accepted tokens among the accepted and the rejected ones.
+        - `expected`: the mean length by the theorem, 1 / (1 - alpha); `expected_deviation`:
+          sqrt(alpha) / (1 - alpha). `expected` may exceed `mean`, because long runs are more often
+          cut short by the output's end.
 
         `Figures.mean_accepted_run` is alpha / (1 - alpha) by its definition, so it cannot test the
         theorem.
         """
-        if not (lengths := self.accepted_runs):
+        lengths = self.accepted_runs
+        if not lengths:
             return None
         rejected = self.summary.rejections / (self.summary.accepted + self.summary.rejections)
         return {
@@ -368,23 +368,20 @@ class TraceStatistics:
         """
 
         def figures(drafts: list[DraftOutcome]) -> Bin:
-            entropies, lengths = zip(*drafts, strict=True)
-            averages = {
-                "mean_entropy": fmean(entropies),
+            lengths = [draft.accepted for draft in drafts]
+            return {
+                "drafts": len(drafts),
+                "mean_entropy": fmean(draft.entropy for draft in drafts),
                 "mean": fmean(lengths),
                 "median": median(lengths),
+                "longest": max(lengths),
             }
-            return {"drafts": len(drafts), **averages, "longest": max(lengths)}
 
         return binned(self.drafts, lambda draft: draft.entropy, _ENTROPIES, figures)
 
     def length_correlation(self) -> float | None:
         """Returns Pearson's correlation of a draft's mean entropy and its number of accepted
-        tokens.
-
-        None for less than two drafts, if all have the same mean entropy, or if all have the same
-        number of accepted tokens.
-        """
+        tokens. None for fewer than two drafts, or if one of the two is the same for all."""
         try:
             return correlation(
                 [draft.entropy for draft in self.drafts], [draft.accepted for draft in self.drafts]
@@ -418,21 +415,21 @@ def setting(run: TracedRun, name: str) -> float | None:
 
 def posteriors(rounds: Iterable[Round]) -> list[Bin]:
     """Returns what a bandit policy believes about the acceptance probability after each `round`:
-    the `mean` of its posterior, and with `low` and `high` the central 90 % of the normal
+    the `mean` of its posterior, and from `low` to `high` the central 90 % of the normal
     distribution with its mean and variance, clipped to probabilities.
 
-    Empty if the run's policy is not a bandit with a normal posterior (Cali-TS) or a Beta posterior
+    Empty if the policy is no bandit with a normal posterior (Cali-TS) or a Beta posterior
     (Beta-TS).
     """
-    found = []
+    beliefs = []
     for round_ in rounds:
         moments = _moments(round_.policy_state or {})
         if moments is not None:
             mean, deviation = moments
             low = max(mean - _Z90 * deviation, 0.0)
             high = min(mean + _Z90 * deviation, 1.0)
-            found.append({"round": round_.index, "mean": mean, "low": low, "high": high})
-    return found
+            beliefs.append({"round": round_.index, "mean": mean, "low": low, "high": high})
+    return beliefs
 
 
 def _moments(state: Mapping[str, float]) -> tuple[float, float] | None:

@@ -22,10 +22,10 @@ class TraceWriter:
     """Writes JSON lines to a trace file. Each line is one unbuffered write, so that an interruption
     leaves only complete lines.
 
-    The constructor locks the file, and the first line opens it. If `keep` is set before the first
-    line, an existing file is cut off after its first `keep` bytes, and lines are added there, after
-    a line feed if it is missing; `resumes`: it is 0. Raises SpecgenError if another process of this
-    user writes to the file, if it holds anything but a trace, or if there is no file to resume.
+    The constructor locks the file, and the first line opens it. An existing file is replaced,
+    unless `keep` is set before the first line: then its first `keep` bytes stay, and lines are
+    added after them. With `resumes` there has to be a file, and `keep` is 0. Raises SpecgenError if
+    another process of this user writes to the file, or if it holds anything but a trace.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
