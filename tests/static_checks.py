@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_gain
-from specgen.engine.native.layer_weights import layer_shapes, layer_weights
+from specgen.engine.native.layer_files import layer_files, read_layer
 from specgen.engine.native.linear import LinearFactory
 from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.tensors import tensor_shapes
 
 LENGTH = 2048
 WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -54,11 +55,11 @@ def random_model(
         _, kinds = layer_kinds(architecture, [on] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):
-            tensors = {
+            by_name = {
                 name: numbers(name, *shape)
-                for name, shape in layer_shapes(architecture, index).items()
+                for name, shape in tensor_shapes(layer_files(architecture, index)).items()
             }
-            weights = layer_weights(architecture, index, tensors.__getitem__, dtype, gain)
+            weights = read_layer(architecture, index, by_name.__getitem__, dtype, gain)
             layers.append(NativeLayer(architecture, index, kind, weights, factory, gain=gain))
         norm = ((numbers("norm", width).float() + architecture.norm_weight_offset) * gain).to(dtype)
         table, head = (

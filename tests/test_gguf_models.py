@@ -491,7 +491,7 @@ def test_factors_of_the_rotary_frequencies_are_those_of_llama_3(tmp_path: Path) 
 
 def test_a_part_of_a_tensor_is_that_of_the_whole(tmp_path: Path) -> None:
     path = write_model(model_of("llama"), "llama", tmp_path / "model.gguf", "Q4_K")
-    files = model_files(path, "the model", torch.device("cpu"))
+    files = model_files(path, "the model", torch.device("cpu"), {})
     name = "layers.1.self_attn.q_proj.weight"
     whole = files.take(name)
     assert files.shape(name) == tuple(whole.shape)

@@ -344,7 +344,7 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are run in chunks, buffers grow and move, and records are folded into states."""
     monkeypatch.setattr("specgen.engine.cached_prefix.PREFILL_CHUNK", 11)
     for name, number in {"BLOCK": 4, "KEPT": 3, "_MOST": 6, "_ROOM": 10}.items():
-        monkeypatch.setattr(f"specgen.engine.native.recurrence.{name}", number)
+        monkeypatch.setattr(f"specgen.engine.native.recurrent_states.{name}", number)
 
 
 @pytest.mark.parametrize("name", KINDS)

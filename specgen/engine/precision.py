@@ -18,7 +18,7 @@ from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.model_files import ModelFiles
-from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.layer_files import EMBEDDING, HEAD
 from specgen.engine.native.linear import quantised_bytes, refusal, rows_are_independent
 from specgen.engine.weights import stored_tensors
 

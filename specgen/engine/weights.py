@@ -59,18 +59,6 @@ HARMLESS = re.compile(
 )
 # the second one in models with vision or audio
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?|^backbone\.")
-_LFM2_NAMES = {  # what other families call the parts of LFM2's layers
-    "operator_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "embedding_norm": "norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "q_layernorm": "q_norm",
-    "k_layernorm": "k_norm",
-}
-_RENAMED = re.compile("|".join(map(re.escape, _LFM2_NAMES)))
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -243,14 +231,24 @@ class WeightFiles:
         return self._open[path]
 
 
-def model_files(folder: Path, owner: str, device: torch.device) -> WeightFiles:
+def model_files(
+    folder: Path, owner: str, device: torch.device, names: Mapping[str, str]
+) -> WeightFiles:
     """Returns the tensors of a model by their names without a prefix such as `model.`, or that of a
-    text part (`language_model.`)."""
+    text part (`language_model.`), and renamed by the family's `names` (see `renamed`)."""
 
     def name_of(key: str) -> str:
-        return _RENAMED.sub(lambda found: _LFM2_NAMES[found[0]], _PREFIX.sub("", key, count=1))
+        return renamed(_PREFIX.sub("", key, count=1), names)
 
     return WeightFiles(folder, owner, device, name_of=name_of)
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    """Returns a tensor's name with parts of it renamed. Parts are separated by dots; a key of
+    `names` may consist of several."""
+    for old, new in names.items():
+        name = f".{name}.".replace(f".{old}.", f".{new}.")[1:-1]
+    return name
 
 
 def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:

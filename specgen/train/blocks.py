@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.engine.forward_pass import BatchPass
-from specgen.engine.native.layer_weights import EXIT_HEAD
+from specgen.engine.native.layer_files import EXIT_HEAD
 from specgen.engine.native.linear import trained_linear
 from specgen.engine.parts.block import (
     CONFIDENCE,

@@ -47,7 +47,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES, inference
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.native.attention import AttentionMask
+from specgen.engine.native.attention_mask import AttentionMask
 from specgen.engine.text.translation import Translation
 from specgen.engine.transformers.loading import load_module
 from specgen.engine.transformers.quiet import quiet_transformers

@@ -32,19 +32,20 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.native.attention import AttentionMask
+from specgen.engine.native.attention import AttentionFiles
+from specgen.engine.native.attention_mask import AttentionMask
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
-from specgen.engine.native.layer_weights import (
+from specgen.engine.native.layer_files import (
     EXIT_HEAD,
     FINAL_NORM,
     HEAD,
-    layer_shapes,
-    layer_tensors,
+    layer_files,
 )
 from specgen.engine.native.linear import trained_linear
 from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.rotary import RotaryTable
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.glide import CrossInputs, GlideLayers
 from specgen.engine.parts.own_layers import known_architecture
@@ -298,7 +299,7 @@ class LayerObjective(HeadObjective):
         made = {}
         shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (self.width,)}
         for index in range(self.layers):
-            shapes |= layer_shapes(self.architecture, index)
+            shapes |= tensor_shapes(layer_files(self.architecture, index))
         for name, shape in shapes.items():
             if name in last:
                 made[name] = last[name]
@@ -340,12 +341,15 @@ class EagleObjective(LayerObjective):
         self._ids = _vocabulary(self.vocabulary, texts, self.device)
         made = super().initial_weights(texts, generator)
         width = self.width
-        names = layer_tensors(self.architecture, 0)
+        files = layer_files(self.architecture, 0)
+        assert isinstance(files.mixer, AttentionFiles)
+        assert files.attention_norm is not None
+        norm = files.attention_norm.name
         made[FC] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), dim=1)
-        for name in names.qkv:  # the embedding has no influence at first
+        for projection in files.mixer.projections:  # the embedding has no influence at first
+            name = projection.weight.name
             made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)
-        assert names.attention_norm is not None
-        made |= {FEATURE_NORM: made[names.attention_norm], names.attention_norm: torch.ones(width)}
+        made |= {FEATURE_NORM: made[norm], norm: torch.ones(width)}
         head = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
         return {
             **made,
@@ -449,7 +453,7 @@ class GlideObjective(LayerObjective):
         made = super().initial_weights(texts, generator)
         cross = "layers.0.cross_attn."
         width = self.width
-        query = made[layer_tensors(self.architecture, 0).qkv[0]]
+        query = made["layers.0.self_attn.q_proj.weight"]
         return {
             **made,
             f"{cross}q_proj.weight": query.clone(),

@@ -3,7 +3,7 @@ one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.attention import AttentionFiles
 from specgen.engine.native.config_reading import read_architecture, read_config
-from specgen.engine.native.layer_weights import FINAL_NORM, layer_shapes, layer_tensors
-from specgen.engine.weights import bias_of
+from specgen.engine.native.layer_files import FINAL_NORM, layer_files
+from specgen.engine.native.mlp import MLPFiles
+from specgen.engine.native.tensors import LinearFiles, stacked, tensor_shapes, walk
 
 # in config.json
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
@@ -69,7 +71,7 @@ def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
         or not theirs.pre_norms
     ):
         return {}
-    if theirs.post_norms or theirs.mlp_bias:
+    if theirs.post_norms or theirs.mlp_bias or theirs.fixed_parts is not None:
         return {}
     found = target.model.last_layers(target.folder, own.num_layers)
     made = {FINAL_NORM: (found[FINAL_NORM] + theirs.norm_weight_offset).cpu()}
@@ -83,29 +85,41 @@ def _converted(
 ) -> dict[str, Tensor]:
     """Returns the weights of one layer of the target with the names, and in the form, of a layer of
     the architecture `own`."""
-    names = layer_tensors(theirs, index)
-    made = layer_tensors(own, index)
-
-    def split(old: Iterable[str], new: Iterable[str], rows: list[int]) -> dict[str, Tensor]:
-        stacked = torch.cat([found[name] for name in old])
-        return dict(zip(new, torch.split(stacked, rows), strict=True))
-
-    rows = [
-        count * theirs.head_size
-        for count in (theirs.num_heads, theirs.num_kv_heads, theirs.num_kv_heads)
-    ]
-    weights = split(names.qkv, made.qkv, rows)
-    weights |= split(names.gate_up, made.gate_up, [theirs.intermediate_size] * 2)
-    if theirs.qkv_bias:
-        weights |= split(map(bias_of, names.qkv), map(bias_of, made.qkv), rows)
-    for name in layer_shapes(own, index):
+    attention, mlp = _blocks(theirs, index)
+    own_attention, own_mlp = _blocks(own, index)
+    weights = _split(found, attention.projections, own_attention.projections)
+    weights |= _split(found, mlp.gate_up, own_mlp.gate_up)
+    for name in tensor_shapes(layer_files(own, index)):
         if name not in weights:
             weights[name] = (
                 found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
             )
-    # a Llama's is 1 / sqrt(head size)
-    query = made.q_norm or made.qkv[0]
-    scale = theirs.attention_scale * theirs.head_size**0.5
-    factors = dict.fromkeys((made.output, bias_of(made.output), made.down), theirs.residual_scale)
-    factors |= dict.fromkeys((query, bias_of(query)), scale)
+
+    factors = {}
+    for tensor in walk((own_attention.output, own_mlp.down.weight)):
+        factors[tensor.name] = theirs.residual_scale
+    scale = theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
+    for tensor in walk(own_attention.q_norm or own_attention.projections[0]):
+        factors[tensor.name] = scale
     return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in weights.items()}
+
+
+def _blocks(architecture: Architecture, index: int) -> tuple[AttentionFiles, MLPFiles]:
+    files = layer_files(architecture, index)
+    assert isinstance(files.mixer, AttentionFiles)
+    assert isinstance(files.mlp, MLPFiles)
+    return files.mixer, files.mlp
+
+
+def _split(
+    found: Mapping[str, Tensor], theirs: Sequence[LinearFiles], own: Sequence[LinearFiles]
+) -> dict[str, Tensor]:
+    """Returns the weights of the linear layers `own`, which have the rows of `theirs` in the same
+    order."""
+    weights, biases = stacked(theirs, found.__getitem__)
+    rows = [layer.weight.shape[0] for layer in own]
+    split = dict(zip((layer.weight.name for layer in own), torch.split(weights, rows), strict=True))
+    if biases is not None:
+        names = [layer.bias.name for layer in own if layer.bias is not None]
+        split |= zip(names, torch.split(biases, rows), strict=True)
+    return split

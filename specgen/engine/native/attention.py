@@ -1,323 +1,298 @@
-"""Attention of a few query rows over cached keys and values, and its masks.
-
-Query heads that share keys and values (grouped heads) are computed as additional query rows.
-"""
+"""The attention of a layer: its weights in a model's files, how they are read, and how it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
-from specgen.engine.devices import upload
-from specgen.engine.forward_pass import ForwardPass
-
-KEY_BLOCK = 512  # keys; torch's fused attention on a CPU processes keys in blocks of this many
-# in place of a mask: each token sees the keys up to its own, the last one sees all
-CAUSAL = torch.empty(0)
-# tokens; from here on the keys are repeated for grouped heads instead of the mask, as computing
-# dominates
-WIDE = 64
-_WIDEST_HEAD = 256  # the largest head size that flash attention can have
-# query rows; below, in float32 on a CPU, separate products are faster than torch's fused attention
-_WRITTEN_OUT = 64
+from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.attend import attend, attend_batch
+from specgen.engine.native.inputs import PassInputs
+from specgen.engine.native.linear import MakeLinear
+from specgen.engine.native.rotary import rotate
+from specgen.engine.native.tensors import LinearFiles, Tensor, Unit, linear_files, scaled, stacked
+from specgen.engine.weights import Take
 
 
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    score_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    *,
-    fused: bool = False,
-) -> torch.Tensor:
-    """Returns softmax(query keys^T + mask) values, [n, heads * head size]. The scale of the scores
-    is part of the query.
+@dataclass(frozen=True, slots=True)
+class AttentionFiles:
+    """The weights of an attention in a model's files.
 
-    `query` is [n, heads, head size], `keys` and `values` are [kv heads, m, head size]. `mask` is [n
-    * group, m], where row i * group + g belongs to token i and to the g-th query head of its group;
-    if n is `WIDE` or more, it is [n, m]. None: every query sees every key. `CAUSAL` may be given in
-    place of a mask if scores are not capped, on a GPU with `has_causal_kernel`. `score_cap` c
-    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's
-    fused attention, also where separate products are faster, and adds up capped scores in blocks of
-    keys: then the result of a row does not depend on how many blocks of keys follow those that it
-    sees.
+    `projections` are those of queries, keys and values, or one with the rows of all in this order.
+    Without keys of its own, a layer has queries alone. `q_norm` and `k_norm` are the weights of the
+    norms of queries and keys, `sinks` the logits of sinks; None: there are none.
     """
-    tokens, heads, size = query.shape
-    kv_heads = keys.shape[0]
-    group = heads // kv_heads
-    if mask is CAUSAL:
-        mixed = _causal(query.transpose(0, 1)[None], keys[None], values[None])[0]
-        return mixed.transpose(0, 1).reshape(tokens, heads * size)
-    if tokens >= WIDE:
-        if score_cap is None and sinks is None:
-            parts = query.transpose(0, 1)[None], *_of_all_heads(keys[None], values[None], group)
-            mixed = scaled_dot_product_attention(
-                *parts, mask, scale=1.0, enable_gqa=parts[1].shape[1] < heads
-            )[0]
-            return mixed.transpose(0, 1).reshape(tokens, heads * size)
-        mask = mask if mask is None or group == 1 else mask.repeat_interleave(group, dim=0)
-    if group == 1:
-        rows = query.transpose(0, 1)
+
+    projections: tuple[LinearFiles, ...]
+    output: LinearFiles
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+
+
+def attention_files(architecture: Architecture, index: int) -> AttentionFiles:
+    """Returns the weights of the attention of layer `index`, whose sizes `architecture` has (see
+    `Architecture.of_layer`)."""
+    block = f"layers.{index}.self_attn."
+    kind = architecture.layers[index]
+    has_keys = kind.owner is None
+    width = architecture.hidden_size
+    size = architecture.head_size
+    heads = architecture.num_heads
+    kv_heads = architecture.num_kv_heads
+
+    def projection(name: str, rows: int, *units: Unit) -> LinearFiles:
+        has_bias = architecture.qkv_bias
+        return linear_files(
+            f"{block}{name}", rows, width, has_bias=has_bias, split="rows", units=units
+        )
+
+    def norm(name: str, count: int, unit: Unit) -> Tensor | None:
+        if architecture.qk_norm is None:
+            return None
+        if architecture.qk_norm == "all":
+            return Tensor(f"{block}{name}.weight", (count * size,), "rows", (unit,))
+        return Tensor(f"{block}{name}.weight", (size,))
+
+    projections: tuple[LinearFiles, ...]
+    if architecture.fused_projections:
+        rows = (heads + 2 * kv_heads) * size
+        projections = (projection("qkv_proj", rows, "heads", "kv_heads", "kv_heads"),)
     else:
-        rows = (
-            query.view(tokens, kv_heads, group, size)
-            .transpose(0, 1)
-            .reshape(kv_heads, tokens * group, size)
-        )
-    if score_cap is not None or sinks is not None:
-        sinks = sinks if sinks is None else sinks.view(kv_heads, group).repeat(1, tokens)
-        mixed = _written_out(
-            rows, keys, values, mask, score_cap, sinks, KEY_BLOCK if fused else None
-        )
-    elif (
-        not fused
-        and tokens * group < _WRITTEN_OUT
-        and rows.dtype in (torch.float32, torch.float64)
-        and rows.is_cpu
-    ):
-        scores = (
-            rows @ keys.transpose(1, 2)
-            if mask is None
-            else torch.baddbmm(mask, rows, keys.transpose(1, 2))
-        )
-        mixed = torch.bmm(scores.softmax(-1), values)
-    else:
-        mask = mask if mask is None else mask[None, None]
-        mixed = scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=1.0)[
-            0
+        query_rows = heads * size * (2 if architecture.gated_attention else 1)
+        query = projection("q_proj", query_rows, "heads")
+        key = projection("k_proj", kv_heads * size, "kv_heads")
+        value = projection("v_proj", kv_heads * size, "kv_heads")
+        if architecture.shared_projection and kind.window is None:
+            value = key
+        projections = (query, key, value) if has_keys else (query,)
+
+    return AttentionFiles(
+        projections,
+        linear_files(
+            f"{block}o_proj",
+            width,
+            heads * size,
+            has_bias=architecture.output_bias,
+            split="columns",
+            units=("heads",),
+        ),
+        norm("q_norm", heads, "heads"),
+        norm("k_norm", kv_heads, "kv_heads") if has_keys else None,
+        Tensor(f"{block}sinks", (heads,), "rows", ("heads",)) if architecture.sinks else None,
+    )
+
+
+class AttentionWeights(NamedTuple):
+    """The weights of an attention. Matrices are [out, in]; `qkv` has the rows of all query heads,
+    then key heads, then value heads, then gates, if there are any.
+
+    `qk_norm` [n, head size] has the weights of the norms of the first n heads, of queries and keys,
+    or of values too; None: there are none.
+    """
+
+    qkv: torch.Tensor
+    output: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    output_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+def read_attention(
+    files: AttentionFiles,
+    architecture: Architecture,
+    take: Take,
+    dtype: torch.dtype,
+    gain: torch.Tensor | None,
+) -> AttentionWeights:
+    """Returns the attention's weights in `dtype`. `architecture` is that of the layer.
+
+    `take` returns a tensor by name. `gain` [width]: the factors of the norm before it, None without
+    one.
+    """
+    qkv, qkv_bias = stacked(files.projections, take)
+    if architecture.gated_attention:
+        qkv = _with_gates_last(architecture, qkv)
+        qkv_bias = None if qkv_bias is None else _with_gates_last(architecture, qkv_bias)
+    qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
+    if qkv_bias is not None:
+        qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
+    if gain is not None:
+        qkv = scaled(qkv, gain)
+    output, output_bias = stacked((files.output,), take)
+    qk_norm = None
+    if files.q_norm is not None:
+        size = architecture.head_size
+        kv_heads = architecture.num_kv_heads
+        norms = [
+            take(norm.name).float() + architecture.norm_weight_offset
+            for norm in (files.q_norm, files.k_norm)
+            if norm is not None
         ]
-    if group == 1:
-        return mixed.transpose(0, 1).reshape(tokens, heads * size)
-    return mixed.view(kv_heads, tokens, group, size).transpose(0, 1).reshape(tokens, heads * size)
+        counts = [1, 1] if architecture.qk_norm == "all" else [architecture.num_heads, kv_heads]
+        norms = [
+            norm.view(-1, size).repeat(count, 1) for norm, count in zip(norms, counts, strict=False)
+        ]
+        norms[0] *= architecture.attention_scale
+        qk_norm = torch.cat(norms)[:, head_order(architecture, norms[0].device)]
+        if architecture.qk_norm == "values":
+            qk_norm = torch.cat((qk_norm, qk_norm.new_ones(kv_heads, size)))
+    sinks = None if files.sinks is None else take(files.sinks.name)
+    optional = (
+        None if weight is None else weight.to(dtype)
+        for weight in (qkv_bias, output_bias, qk_norm, sinks)
+    )
+    return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
 
 
-def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Returns the attention [1, heads, n, size] of the last n tokens, each of which sees the keys
-    up to its own.
+def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of queries, keys, values and gates. In the files, the rows of a head's gate
+    follow those of its query."""
+    count = 2 * architecture.num_heads * architecture.head_size
+    queries = rows[:count]
+    others = rows[count:]
+    of_heads = queries.view(architecture.num_heads, 2, architecture.head_size, *rows.shape[1:])
+    return torch.cat((of_heads[:, 0].flatten(0, 1), others, of_heads[:, 1].flatten(0, 1)))
 
-    By torch's flash attention, whose causal mask begins at the lower right, and which copies no
-    keys for grouped heads. (`torch.nn.attention.bias` calls it alike, but takes a second to
-    import.)
+
+def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of queries, keys and values with the queries scaled, unless a norm follows,
+    and rotary pairs as neighbours."""
+    heads = architecture.num_heads
+    size = architecture.head_size
+    columns = rows.shape[1]
+    rotated = (heads + architecture.num_kv_heads) * size
+    parts = rows[:rotated].view(-1, size, columns)[:, head_order(architecture, rows.device)]
+    if architecture.qk_norm is None and architecture.attention_scale != 1.0:
+        parts = torch.cat((parts[:heads] * architecture.attention_scale, parts[heads:]))
+    return torch.cat((parts.reshape(rotated, columns), rows[rotated:]))
+
+
+def head_order(architecture: Architecture, device: torch.device) -> torch.Tensor:
+    """Returns the order of the elements of a query or key head in the native decoder: for each, its
+    index in the model's files.
+
+    Pairs that are rotated together are neighbours here, and rotary size / 2 apart in the files.
     """
-    mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, keys, values, 0.0, is_causal=True, return_debug_mask=False, scale=1.0
-    )[0]
-    return mixed
-
-
-def has_causal_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `attend` can take `CAUSAL` in place of a mask here: whether torch's flash attention
-    runs on this device and dtype."""
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.bfloat16, torch.float16)
-        or head_size > _WIDEST_HEAD
-        or head_size % 8
-    ):
-        return False
-    is_built = torch.backends.cuda.is_flash_attention_available()  # type: ignore[no-untyped-call]
-    return bool(is_built) and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def attend_batch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    score_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns softmax(query keys^T + mask) values of several sequences, [batch, n, heads * head
-    size].
-
-    `query` is [batch, n, heads, head size], `keys` and `values` are [batch, kv heads, m, head
-    size], `mask` is [batch, 1, n, m]. `score_cap` is as for `attend`.
-    """
-    batch, tokens, heads, size = query.shape
-    group = heads // keys.shape[1]
-    # the heads of a group become query rows, which see the same keys: these are not copied for each
-    # head
-    if tokens == 1:
-        rows = query.reshape(batch, -1, group, size)
-        group = 1
-    else:
-        rows = query.transpose(1, 2)
-    if score_cap is None and sinks is None:
-        keys, values = _of_all_heads(keys, values, group)
-        mixed = scaled_dot_product_attention(
-            rows, keys, values, mask, scale=1.0, enable_gqa=keys.shape[1] < rows.shape[1]
+    order = torch.arange(architecture.head_size, device=device)
+    if any(kind.rotary is not None for kind in architecture.layers):
+        order[: architecture.rotary_size] = (
+            order[: architecture.rotary_size].view(2, -1).t().reshape(-1)
         )
-    else:
-        keys, values = (
-            part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values)
+    return order
+
+
+class Attention:
+    """Attention of grouped heads. A `Branch`.
+
+    `kind` is the index of the layer's inputs in `PassInputs.kinds`. `is_wide`: computes in float64
+    and rounds to float32. Then a token's result does not depend on the order of the keys (in draft
+    trees) or on the other tokens of the pass. Needed before products that round activations to few
+    bits, in which tiny differences would grow.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        index: int,
+        kind: int,
+        weights: AttentionWeights,
+        make_linear: MakeLinear,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        self._index = index
+        self._kind = kind
+        self._is_wide = is_wide
+        self._heads = architecture.num_heads
+        self._kv_heads = architecture.num_kv_heads
+        self._size = architecture.head_size
+        self._score_cap = architecture.score_cap
+        self._eps = architecture.norm_eps
+        self._qk_norm = weights.qk_norm
+        self._norm_over = architecture.qk_norm
+        self._sinks = weights.sinks
+        self._is_gated = architecture.gated_attention
+        self.qkv = make_linear(weights.qkv, weights.qkv_bias, 1.0)
+        self.output = make_linear(weights.output, weights.output_bias, architecture.residual_scale)
+
+    def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self._size)
+        if not self._is_gated:
+            return self._attended(heads, inputs)
+        heads, gates = heads.split_with_sizes((self._heads + 2 * self._kv_heads, self._heads), 1)
+        return self._attended(heads, inputs) * gates.flatten(1).sigmoid()
+
+    def _attended(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns the output [batch * rows, heads * head size] for queries, keys and values [batch
+        * rows, all heads, ...]."""
+        if self._qk_norm is not None:
+            heads = self.normed_heads(heads, self._qk_norm)
+        rotation, mask, entries = inputs.kinds[self._kind]
+        if rotation is not None:
+            rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
+        if inputs.batch is not None:
+            return self._batch_attention(heads, inputs)
+        query, new = heads.split_with_sizes((self._heads, 2 * self._kv_heads), 1)
+        if entries is None:
+            keys, values = torch.split(new.transpose(0, 1), self._kv_heads)
+        else:
+            written, keys, values = entries[self._index - inputs.first_layer]
+        # otherwise another layer writes the keys and values that this one reads
+        if entries is not None and self._kv_heads:
+            if inputs.written != inputs.rows:
+                new = new.narrow(0, 0, inputs.written)
+            new = new.view(-1, 2, self._kv_heads, self._size).permute(1, 2, 0, 3)
+            if inputs.slots is None:
+                written.copy_(new)
+            else:
+                written.index_copy_(2, inputs.slots, new)
+        if self._is_wide:
+            query = query.double()
+            keys = keys.double()
+            values = values.double()
+            mask = mask if mask is None else mask.double()
+        return attend(
+            query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused
+        ).to(heads.dtype)
+
+    def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
+        """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads,
+        head size]."""
+        _, mask, entries = inputs.kinds[self._kind]
+        assert inputs.batch is not None
+        assert mask is not None
+        heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
+        query, keys, values = torch.split(
+            heads, [self._heads, self._kv_heads, self._kv_heads], dim=2
         )
-        sinks = (
-            sinks
-            if sinks is None
-            else sinks.view(*rows.shape[1:3])
-            if tokens == 1
-            else sinks[:, None].expand(-1, tokens)
-        )
-        mixed = _written_out(rows, keys, values, mask, score_cap, sinks)
-    if tokens > 1:
-        mixed = mixed.transpose(1, 2)
-    return mixed.reshape(batch, tokens, heads * size)
-
-
-def _of_all_heads(
-    keys: torch.Tensor, values: torch.Tensor, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys and values [batch, kv heads, m, head size] repeated for the query heads that
-    share them, on a GPU.
-
-    Of the kernels for GPUs, only the plain one takes a mask and grouped heads (torch 2.13, most
-    GPUs): it also copies keys and values, and has all scores in memory, in float32.
-    """
-    if group == 1 or not keys.is_cuda:
-        return keys, values
-    return keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-
-
-def _written_out(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    score_cap: float | None,
-    sinks: torch.Tensor | None,
-    block: int | None = None,
-) -> torch.Tensor:
-    """Returns attention with capped scores or with sinks, [..., heads, rows].
-
-    With `block`, the values are added up in float32, this many keys at a time.
-    """
-    scores = rows @ keys.transpose(-1, -2)
-    if score_cap is not None:
-        scores = torch.tanh(scores / score_cap) * score_cap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[..., None].expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))[
-        ..., : keys.shape[-2]
-    ]
-    if block is None:
-        return weights.to(values.dtype) @ values
-    parts = zip(torch.split(weights, block, -1), torch.split(values, block, -2), strict=True)
-    return torch.stack([weight @ value.float() for weight, value in parts]).sum(0).to(values.dtype)
-
-
-class AttentionMask(NamedTuple):
-    """Which keys the n tokens of a pass may attend to, before sliding windows are applied.
-
-    `excluded` [..., n, m] is true where a token does not see a key. `positions` [..., n] are the
-    tokens' positions, `key_positions` [..., m] those of the keys' tokens. Sliding windows are
-    measured in positions, which in a draft tree differ from cache indices.
-    """
-
-    excluded: torch.Tensor
-    positions: torch.Tensor
-    key_positions: torch.Tensor
-
-    def additive(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
-        """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's
-        lowest finite number elsewhere.
-
-        With a sliding `window`, a query does not see keys that are `window` positions or more
-        before it (None: no window). Each row is repeated for the `group` query heads that share
-        keys.
-        """
-        excluded = self.excluded
-        if window is not None:
-            excluded = excluded | (
-                self.positions[..., :, None] - self.key_positions[..., None, :] >= window
+        keys = keys.transpose(1, 2)
+        values = values.transpose(1, 2)
+        if entries is not None:
+            written, all_keys, all_values = entries[self._index - inputs.first_layer]
+            if self._kv_heads:
+                written.view(2, *keys.shape).copy_(torch.stack((keys, values)))
+            keys, values = (
+                part.view(inputs.batch, -1, *part.shape[1:]) for part in (all_keys, all_values)
             )
-        mask = torch.zeros(excluded.shape, dtype=dtype, device=excluded.device).masked_fill_(
-            excluded, torch.finfo(dtype).min
-        )
-        return (
-            mask if group == 1 else mask[:, None].expand(-1, group, -1).reshape(-1, mask.shape[1])
-        )
+        return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
-
-def chain_mask(first: int, rows: int, start: int, end: int, device: torch.device) -> AttentionMask:
-    """Returns which of the keys `start` to `end` - 1 are seen by `rows` tokens from cache index
-    `first` on, as a chain.
-
-    Each token sees the keys up to its own. Positions are cache indices.
-    """
-    excluded = torch.ones(rows, end - start, dtype=torch.bool, device=device).triu_(
-        first - start + 1
-    )
-    return AttentionMask(
-        excluded,
-        torch.arange(first, first + rows, device=device),
-        torch.arange(start, end, device=device),
-    )
-
-
-class Ancestry(NamedTuple):
-    """Which tokens the tokens of a forward pass see, in a compact form. Tokens are numbered by
-    their cache indices.
-
-    Each token of the pass sees all tokens before `base`. Bit j of `bits[i]` is 1 if the i-th token
-    of the pass sees token `base` + j, which is one of its ancestors or itself. `depths` has, for
-    each token from `base` to the pass's last one, its position minus `base`.
-    """
-
-    base: int
-    depths: Sequence[int]
-    bits: Sequence[int]
-
-
-def ancestry(forward_pass: ForwardPass) -> Ancestry:
-    context, draft, first, last = forward_pass[:4]
-    base = first if forward_pass.is_chain else min(first, len(context))
-    chain = last - base if forward_pass.is_chain else min(last, len(context)) - base
-    depths = list(range(chain))
-    committed = (1 << chain) - 1
-    bits = [(2 << index) - 1 for index in range(chain)]
-    for parent in draft.parents[: last - base - chain]:
-        own = 1 << len(bits)
-        depths.append(chain if parent < 0 else depths[chain + parent] + 1)
-        bits.append((committed if parent < 0 else bits[chain + parent]) | own)
-    return Ancestry(base, depths, bits[first - base :])
-
-
-def pass_mask(forward_pass: ForwardPass, device: torch.device) -> AttentionMask:
-    """Returns which keys the tokens of a forward pass see, of all keys up to that of the pass's
-    last token.
-
-    Only a few small tensors are copied to a GPU.
-    """
-    if forward_pass.is_chain:
-        first = forward_pass.first
-        last = forward_pass.last
-        return chain_mask(first, last - first, 0, last, device)
-    base, depths, bits = ancestry(forward_pass)
-    rows = len(bits)
-    size = len(depths)
-    from_base = upload(torch.tensor(depths), device) + base
-    excluded = torch.zeros(rows, base + size, dtype=torch.bool, device=device)
-    excluded[:, base:] = ~unpacked(bits, size, device)
-    return AttentionMask(
-        excluded,
-        from_base[size - rows :],
-        torch.cat((torch.arange(base, device=device), from_base)),
-    )
-
-
-def unpacked(bits: Sequence[int], size: int, device: torch.device) -> torch.Tensor:
-    """Returns the first `size` bits of each number, [n, `size`]: true where they are 1. See
-    `Ancestry.bits`."""
-    rows = len(bits)
-    length = -(-size // 8)
-    packed = bytearray(b"".join(row.to_bytes(length, "little") for row in bits))
-    as_bytes = upload(torch.frombuffer(packed, dtype=torch.uint8), device).view(rows, length, 1)
-    ones = (as_bytes >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
-    return (ones == 1).view(rows, length * 8)[:, :size]
+    def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2), or value
+        heads too (Gemma 4)."""
+        part = heads.narrow(1, 0, weight.shape[0])
+        if self._norm_over != "all":
+            found = functional.rms_norm(part, part.shape[-1:], None, self._eps)
+        else:  # over all query heads at once, and over all key heads
+            both = torch.split(part, [self._heads, self._kv_heads], dim=1)
+            found = torch.cat(
+                [functional.rms_norm(one, one.shape[-2:], None, self._eps) for one in both], dim=1
+            )
+        if torch.is_grad_enabled():
+            return torch.cat((found * weight, heads[:, weight.shape[0] :]), dim=1)
+        torch.mul(found, weight, out=part)
+        return heads

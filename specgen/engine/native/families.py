@@ -1,10 +1,11 @@
 """The families of models that the native decoder runs, and how the config.json of each differs from
 Llama's.
 
-To add a family, add an entry to `FAMILIES` and a function. A field that nothing reads makes a
-config unsupported, unless it is known to be irrelevant (`architecture.IRRELEVANT`) or the function
-ignores it explicitly. The names of tensors are in `layer_weights`, and `config_reading` reads the
-fields that all families have.
+To add a family, add an entry to `FAMILIES`, and a function if its config.json differs from that of
+a family that is there. A field that nothing reads makes a config unsupported, unless it is known to
+be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Tensors have the
+names that the blocks of a layer (`attention`, `recurrence`, `mlp`, `experts`) give them, after a
+family's own `names` were replaced. `config_reading` reads the fields that all families have.
 """
 
 from __future__ import annotations
@@ -503,7 +504,8 @@ class Family:
     fields, besides the sizes, that have to be in config.json: transformers' defaults for them are
     those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
     of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
-    width of MLPs in families without dense ones.
+    width of MLPs in families without dense ones. `names` has what the family's files call otherwise
+    than a Llama's (see `weights.renamed`).
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -514,8 +516,27 @@ class Family:
     activation: tuple[str, str] = ("hidden_act", "silu")
     rotary: RotaryDefaults = field(default_factory=RotaryDefaults)
     inner: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
+# the gate, the up and the down projection
+_NUMBERED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_MINIMAX_NAMES = {
+    "block_sparse_moe": "mlp",
+    "e_score_correction_bias": "gate.e_score_correction_bias",
+    **_NUMBERED,
+}
+_LFM2_NAMES = {
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
+    "feed_forward": "mlp",
+    "expert_bias": "gate.e_score_correction_bias",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    **_NUMBERED,
+}
 _HEADS = ("num_key_value_heads", "head_dim")
 # of pictures: a text's three positions are the same
 _MROPE = ("mrope_section", "mrope_interleaved")
@@ -577,14 +598,29 @@ FAMILIES = {
     "qwen3_next": Family(
         partial(_qwen3_5_moe, by_head=True), None, (*_HEADS, *_MIXTURE), rotary=_GATED_ROPE
     ),
-    "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0)),
+    "lfm2": Family(_lfm2, 2, tied=True, rotary=RotaryDefaults(1_000_000.0), names=_LFM2_NAMES),
     "lfm2_moe": Family(
-        _lfm2_moe, 2, ("num_experts", *_EXPERTS), tied=True, rotary=RotaryDefaults(1_000_000.0)
+        _lfm2_moe,
+        2,
+        ("num_experts", *_EXPERTS),
+        tied=True,
+        rotary=RotaryDefaults(1_000_000.0),
+        names=_LFM2_NAMES,
     ),
     "minimax_m2": Family(
-        _minimax_m2, 200_020, _HEADS, rotary=RotaryDefaults(5_000_000.0, partial=1.0)
+        _minimax_m2,
+        200_020,
+        _HEADS,
+        rotary=RotaryDefaults(5_000_000.0, partial=1.0),
+        names=_MINIMAX_NAMES,
     ),
     "gpt_oss": Family(
         _gpt_oss, None, _HEADS, eps=1e-5, rotary=RotaryDefaults(150_000.0, settings=_OSS_ROPE)
     ),
 }
+
+
+def tensor_names(model_type: str) -> Mapping[str, str]:
+    """Returns `Family.names`; of a family that is not there, no names."""
+    family = FAMILIES.get(model_type)
+    return {} if family is None else family.names

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specgen.engine.devices import inference, pinned
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
-from specgen.engine.native.attention import AttentionMask, ancestry
+from specgen.engine.native.attention_mask import AttentionMask, ancestry
 from specgen.engine.native.inputs import KindInputs, PassInputs
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.native_model import NativeForward

@@ -14,17 +14,10 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
 from specgen.engine.native.architecture import Architecture, LayerKind
-from specgen.engine.native.attention import (
-    CAUSAL,
-    KEY_BLOCK,
-    WIDE,
-    AttentionMask,
-    chain_mask,
-    has_causal_kernel,
-    pass_mask,
-)
+from specgen.engine.native.attend import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
+from specgen.engine.native.attention_mask import AttentionMask, chain_mask, pass_mask
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
-from specgen.engine.native.recurrence import RecurrentStates, Steps
+from specgen.engine.native.recurrent_states import RecurrentStates, Steps
 from specgen.engine.native.rotary import RotaryTable
 
 # Padding with which a token's logits do not depend on the tokens that are run with it. Products of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.engine.devices import move, release, upload
-from specgen.engine.native.recurrence import RecurrentStates
+from specgen.engine.native.recurrent_states import RecurrentStates
 
 # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
 _ALIGNMENT = 64

@@ -29,20 +29,22 @@ from specgen.engine.forward_pass import (
     ModelOutput,
 )
 from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
-from specgen.engine.native.layer_weights import (
+from specgen.engine.native.layer_files import (
     EMBEDDING,
     EXIT_HEAD,
     FINAL_NORM,
     HEAD,
     final_norm,
-    layer_shapes,
-    layer_weights,
+    layer_files,
+    read_layer,
 )
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
-from specgen.engine.native.recurrence import RecurrentStates
+from specgen.engine.native.recurrent_states import RecurrentStates
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.weights import WeightFiles, model_files
 
 
@@ -271,15 +273,14 @@ class NativeModel:
 
         Raises SpecgenError if they cannot be read from the model's files in `folder`.
         """
-        files = model_files(folder, str(folder), self.device)
+        names = tensor_names(self.architecture.model_type)
+        files = model_files(folder, str(folder), self.device, names)
         first = len(self.layer_devices) - count
         taken: dict[str, str] = {}
         for index in range(count):
-            names = (
-                layer_shapes(self.architecture, index),
-                layer_shapes(self.architecture, first + index),
-            )
-            taken |= dict(zip(*names, strict=True))
+            own = tensor_shapes(layer_files(self.architecture, index))
+            last = tensor_shapes(layer_files(self.architecture, first + index))
+            taken |= zip(own, last, strict=True)
         taken |= {
             FINAL_NORM: FINAL_NORM,
             EXIT_HEAD: HEAD if HEAD in files or not self.architecture.tied else EMBEDDING,
@@ -440,7 +441,7 @@ def load_native(
         for index, on in enumerate(devices):
             if index == 0 or on != devices[index - 1]:
                 files.use_device(on)
-            weights = layer_weights(architecture, index, files.take, dtype, gain)
+            weights = read_layer(architecture, index, files.take, dtype, gain)
             moves_to = None if layer_devices is None else on
             options: dict[str, Any] = {
                 "gain": gain,
@@ -480,7 +481,7 @@ def open_model(
     Raises SpecgenError unless the files have the tensors that the config describes, with the right
     shapes, and no others that may matter.
     """
-    files = model_files(folder, name, device)
+    files = model_files(folder, name, device, tensor_names(architecture.model_type))
     mixture = architecture.mixture
     if (
         mixture is not None
@@ -490,7 +491,7 @@ def open_model(
         architecture = replace(architecture, mixture=replace(mixture, layout="fused"))
     expected: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     for index in range(len(architecture.layers)):
-        expected |= layer_shapes(architecture, index)
+        expected |= tensor_shapes(layer_files(architecture, index))
     tables = {EMBEDDING, HEAD} if not architecture.tied else {*table_names(files)}
     expected |= dict.fromkeys(tables, (architecture.vocab_size, architecture.hidden_size))
     if size := architecture.per_layer_size:

@@ -22,16 +22,16 @@ from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.native.attention import attend_batch
+from specgen.engine.native.attend import attend_batch
+from specgen.engine.native.attention import Attention, AttentionWeights
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import (
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_files import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
-    AttentionWeights,
-    layer_weights,
+    read_layer,
 )
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
@@ -118,7 +118,7 @@ class BlockLayers:
         # of the rows of keys, then of values
         first = architecture.num_heads * architecture.head_size
         mixers = [
-            layer_weights(architecture, index, take, torch.float32, is_normed=False).mixer
+            read_layer(architecture, index, take, torch.float32, is_normed=False).mixer
             for index in range(len(kinds))
         ]
         plain = [each for each in mixers if isinstance(each, AttentionWeights)]

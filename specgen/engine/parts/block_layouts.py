@@ -19,7 +19,8 @@ from pydantic import BaseModel, Field
 from specgen.base import schema
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig, is_irrelevant
-from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.native.layer_files import EMBEDDING, FINAL_NORM, HEAD, layer_files
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.block import (
     CONFIDENCE,
     CONFIDENCE_BIAS,
@@ -132,7 +133,7 @@ def read_block(
             FINAL_NORM: (width,),
         }
         for index in range(weights.architecture.num_layers):
-            shapes |= layer_shapes(weights.architecture, index)
+            shapes |= tensor_shapes(layer_files(weights.architecture, index))
     except UnsupportedConfig as error:
         raise unsupported(files, error.field, error.value) from error
     rows = matrix_shape(files, HEAD)[0] if HEAD in files else shape.vocab_size

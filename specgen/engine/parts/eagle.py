@@ -23,10 +23,11 @@ from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
 from specgen.engine.model import Model
 from specgen.engine.model_runner import DraftTraits, ModelRunner, Runners
-from specgen.engine.native.attention import attend_batch
+from specgen.engine.native.attend import attend_batch
+from specgen.engine.native.attention import Attention
 from specgen.engine.native.inputs import PassInputs, layer_kinds
-from specgen.engine.native.layer import Attention, NativeLayer, norm_function
-from specgen.engine.native.layer_weights import FINAL_NORM, HEAD, layer_weights
+from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer_files import FINAL_NORM, HEAD, read_layer
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
@@ -159,7 +160,7 @@ class EagleLayers:
         if weights.norm_output:
             self._output_norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
-        own = layer_weights(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
+        own = read_layer(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
         self._first = first_layer(architecture, 0, kind, own, make_linear, gain=norm_gain)
         self._others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
 

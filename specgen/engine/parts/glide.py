@@ -19,10 +19,12 @@ from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.native.attention import WIDE, attend, attend_batch, chain_mask
+from specgen.engine.native.attend import WIDE, attend, attend_batch
+from specgen.engine.native.attention import head_order
+from specgen.engine.native.attention_mask import chain_mask
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import norm_function
-from specgen.engine.native.layer_weights import EMBEDDING, HEAD, final_norm, head_order
+from specgen.engine.native.layer_files import EMBEDDING, HEAD, final_norm
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.rotary import RotaryTable, rotate

@@ -14,7 +14,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import files_in
 from specgen.base.text import shown
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.native.layer_weights import EMBEDDING, HEAD
+from specgen.engine.native.layer_files import EMBEDDING, HEAD
 from specgen.engine.weights import (
     BUFFER,
     SINGLE_FILE,

@@ -36,20 +36,22 @@ from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model import Model
 from specgen.engine.model_runner import TOKEN_BY_TOKEN
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
-from specgen.engine.native.attention import CAUSAL
+from specgen.engine.native.attend import CAUSAL
 from specgen.engine.native.config_reading import attention_architecture, read_architecture
+from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, KindInputs, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import LayerEntries
 from specgen.engine.native.layer import norm_function, norm_gain
-from specgen.engine.native.layer_weights import (
+from specgen.engine.native.layer_files import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     final_norm,
-    layer_shapes,
+    layer_files,
 )
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.head_files import (
     OTHER_HEAD,
     check_size,
@@ -62,7 +64,7 @@ from specgen.engine.parts.head_files import (
 from specgen.engine.parts.own_layers import known_architecture
 from specgen.engine.parts.part import AssistantWeights, FeatureRunner, MtpWeights, native_layers
 from specgen.engine.penalties import PenaltyProcessor
-from specgen.engine.weights import Shape, WeightFiles, model_files
+from specgen.engine.weights import Shape, WeightFiles, model_files, renamed
 
 _TOKEN_NORM, _STATE_NORM, _JOIN, _OUT_NORM = (
     f"layers.{{}}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -101,9 +103,10 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     know the model's family.
     """
     count = target.model.shape.num_layers
+    names = tensor_names(target.model.shape.model_type)
 
     def name_of(key: str) -> str | None:
-        name = re.sub(r"^((language_)?model\.)+", "", key)
+        name = renamed(re.sub(r"^((language_)?model\.)+", "", key), names)
         if (own := _LAYER.fullmatch(name)) is not None:
             is_after = int(own[1]) >= count and not _COPY.fullmatch(own[2])
             return f"layers.{int(own[1]) - count}.{own[2]}" if is_after else None
@@ -146,7 +149,9 @@ def _shapes(architecture: Architecture) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     width = architecture.hidden_size
     for index in range(architecture.num_layers):
-        shapes |= layer_shapes(architecture, index) | {_JOIN.format(index): (width, 2 * width)}
+        shapes |= tensor_shapes(layer_files(architecture, index)) | {
+            _JOIN.format(index): (width, 2 * width)
+        }
         shapes |= {name.format(index): (width,) for name in (_TOKEN_NORM, _STATE_NORM, _OUT_NORM)}
     return shapes
 
@@ -163,10 +168,9 @@ def read_layers(target: LoadedModel) -> MtpWeights:
     final_norm = None
     tensors = take_exactly(files, _shapes(architecture))
     if _MIMO_JOIN in files.key(_JOIN.format(0)):
-        final_norm = (
-            model_files(target.folder, target.name, target.device).take(FINAL_NORM).float()
-            + architecture.norm_weight_offset
-        )
+        names = tensor_names(architecture.model_type)
+        whole = model_files(target.folder, target.name, target.device, names)
+        final_norm = whole.take(FINAL_NORM).float() + architecture.norm_weight_offset
         for name in (_JOIN.format(index) for index in range(architecture.num_layers)):
             tensors[name] = tensors[name].roll(architecture.hidden_size, dims=1)
     return MtpWeights(architecture, tensors, final_norm)
@@ -282,7 +286,7 @@ def read_assistant(
     shapes: dict[str, Shape] = {EMBEDDING: (tokens, width), FINAL_NORM: (width,)}
     shapes |= {JOIN: (width, 2 * theirs.hidden_size), POST: (theirs.hidden_size, width)}
     for index in range(made.num_layers):
-        shapes |= layer_shapes(architecture, index)
+        shapes |= tensor_shapes(layer_files(architecture, index))
     if config.get("use_ordered_embeddings"):
         groups = config.get("centroid_intermediate_top_k", 32)
         count = matrix_shape(files, _CENTROIDS)[0]

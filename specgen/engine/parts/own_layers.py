@@ -38,9 +38,10 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_function, norm_gain
-from specgen.engine.native.layer_weights import EXIT_HEAD, FINAL_NORM, final_norm, layer_shapes
+from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.part import FeatureRunner, native_layers
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -189,7 +190,7 @@ def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
     for index in range(count):
-        shapes |= layer_shapes(architecture, index)
+        shapes |= tensor_shapes(layer_files(architecture, index))
     return shapes
 
 

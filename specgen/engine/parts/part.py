@@ -20,7 +20,7 @@ from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer, norm_gain
-from specgen.engine.native.layer_weights import EMBEDDING, layer_weights
+from specgen.engine.native.layer_files import EMBEDDING, read_layer
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Take
@@ -327,7 +327,7 @@ def native_layers(
     """
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):
-        weights = layer_weights(architecture, index, take, dtype, gain)
+        weights = read_layer(architecture, index, take, dtype, gain)
         made.append(make_layer(architecture, index, kind, weights, make_linear, gain=gain))
     return made
 

@@ -27,7 +27,8 @@ from specgen.base import schema
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.config_reading import read_config
-from specgen.engine.native.layer_weights import EMBEDDING, FINAL_NORM, HEAD, layer_shapes
+from specgen.engine.native.layer_files import EMBEDDING, FINAL_NORM, HEAD, layer_files
+from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.block import CONTEXT_NORM
 from specgen.engine.parts.block_layouts import published_block, read_block
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, FIRST_NORM, INPUT_NORMS, TRIAL_TEXT
@@ -348,7 +349,7 @@ def _decoder(
     shapes = dict[str, Shape]()
     try:
         for index in range(weights.architecture.num_layers):
-            shapes |= layer_shapes(weights.architecture, index)
+            shapes |= tensor_shapes(layer_files(weights.architecture, index))
     except UnsupportedConfig as error:
         raise unsupported(files, error.field, error.value) from error
     return weights, shapes

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,12 @@ from specgen.engine.forward_pass import (
 )
 from specgen.engine.model_files import ModelFiles, check_weight_files
 from specgen.engine.native.architecture import Architecture
+from specgen.engine.native.attention import Attention
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import Attention, NativeLayer, norm_gain
-from specgen.engine.native.layer_weights import final_norm, layer_tensors, layer_weights
+from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer_files import final_norm, layer_files, read_layer
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.native_model import (
     NativeForward,
@@ -44,11 +44,9 @@ from specgen.engine.native.native_model import (
     return_free_memory,
     table_names,
 )
+from specgen.engine.native.tensors import Unit, walk
 from specgen.engine.spread.ranks import Group, joined
-from specgen.engine.weights import WeightFiles, bias_of
-
-# the dimension along which a tensor is split, and its ranges that a rank holds
-_Part = tuple[int, Sequence[range]]
+from specgen.engine.weights import WeightFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Shard:
                 "Take fewer: --nproc-per-node 2",
             )
         own_kv = (
-            _part(kv_heads, rank, size)
+            _own_range(kv_heads, rank, size)
             if copies == 1
             else range(rank // copies, rank // copies + 1)
         )
@@ -101,9 +99,9 @@ class Shard:
         own = (
             range(own_kv.start * group, own_kv.stop * group)
             if copies == 1
-            else _part(heads, rank, size)
+            else _own_range(heads, rank, size)
         )
-        neurons = _part(architecture.intermediate_size, rank, size)
+        neurons = _own_range(architecture.intermediate_size, rank, size)
         tokens = range(rank * rows, (rank + 1) * rows)
         return cls(architecture, rank, size, own, own_kv, neurons, tokens, copies)
 
@@ -118,13 +116,31 @@ class Shard:
             intermediate_size=counts[2],
         )
 
+    def ranges(self, units: Sequence[Unit], length: int) -> list[range]:
+        """Returns the rank's rows or columns of a tensor, which has `length` of them; `units` as in
+        `native.tensors.Tensor`."""
+        whole = self.architecture
+        counts: dict[Unit, tuple[int, range]] = {
+            "heads": (whole.num_heads, self.heads),
+            "kv_heads": (whole.num_kv_heads, self.kv_heads),
+            "neurons": (whole.intermediate_size, self.neurons),
+        }
+        size = length // sum(counts[unit][0] for unit in units)
+        found = []
+        start = 0
+        for unit in units:
+            count, own = counts[unit]
+            found.append(range(start + own.start * size, start + own.stop * size))
+            start += count * size
+        return found
+
     @property
     def stored_tokens(self) -> range:
         """The rank's token ids without padding."""
         return range(self.tokens.start, min(self.tokens.stop, self.architecture.vocab_size))
 
 
-def _part(total: int, rank: int, size: int) -> range:
+def _own_range(total: int, rank: int, size: int) -> range:
     return range(total * rank // size, total * (rank + 1) // size)
 
 
@@ -138,57 +154,21 @@ class LayerShard:
     """Reads one rank's part of the tensors of layer `index` from a model's files."""
 
     def __init__(self, files: WeightFiles, shard: Shard, index: int) -> None:
-        names = layer_tensors(shard.architecture, index)
         self._files = files
         self._shard = shard
-        self._added_once = {bias_of(names.output), bias_of(names.down)}
-        whole = shard.architecture
-        size = shard.architecture.head_size
-        queries, keys = (
-            range(part.start * size, part.stop * size) for part in (shard.heads, shard.kv_heads)
-        )
-        lengths = whole.num_heads * size, whole.num_kv_heads * size, whole.num_kv_heads * size
-        rows = _split(names.qkv, lengths, (queries, keys, keys))
-        rows |= _split(
-            names.gate_up, (whole.intermediate_size,) * 2, (shard.neurons, shard.neurons)
-        )
-        self._parts = rows | {bias_of(str(name)): part for name, part in rows.items()}
-        self._parts |= {names.output: (1, [queries]), names.down: (1, [shard.neurons])}
-        if whole.qk_norm == "all":
-            self._parts |= {names.q_norm: (0, [queries]), names.k_norm: (0, [keys])}
+        self._tensors = {
+            tensor.name: tensor for tensor in walk(layer_files(shard.architecture, index))
+        }
 
     def take(self, name: str) -> Tensor:
-        """Returns the rank's part of the tensor `name`, in its stored dtype.
-
-        A bias of a linear layer that is summed over all ranks would be added once by each rank, so
-        it is zero on all ranks but the first.
-        """
-        if name in self._parts:
-            return self._files.take_part(name, *self._parts[name])
-        tensor = self._files.take(name)
-        return torch.zeros_like(tensor) if name in self._added_once and self._shard.rank else tensor
-
-
-def _split(
-    names: Sequence[str], lengths: Sequence[int], own: Sequence[range]
-) -> dict[str | None, _Part]:
-    """Returns a rank's rows (`own`) of several matrices by name.
-
-    If there is a single name, its matrix has the rows of all, one matrix after the other, and the
-    ranges are shifted accordingly.
-    """
-    if len(names) > 1:
-        return {name: (0, [part]) for name, part in zip(names, own, strict=True)}
-    starts = accumulate(lengths[:-1], initial=0)
-    return {
-        names[0]: (
-            0,
-            [
-                range(start + part.start, start + part.stop)
-                for start, part in zip(starts, own, strict=True)
-            ],
-        )
-    }
+        """Returns the rank's part of the tensor `name`, in its stored dtype."""
+        tensor = self._tensors[name]
+        if tensor.split is not None:
+            dimension = 0 if tensor.split == "rows" else 1
+            own = self._shard.ranges(tensor.units, tensor.shape[dimension])
+            return self._files.take_part(name, dimension, own)
+        whole = self._files.take(name)
+        return torch.zeros_like(whole) if tensor.added_once and self._shard.rank else whole
 
 
 class ShardedAttention(Attention):
@@ -465,7 +445,7 @@ def load_shard(
         (_, kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         layers = []
         for index, kind in enumerate(kinds):
-            weights = layer_weights(
+            weights = read_layer(
                 shard.local, index, LayerShard(files, shard, index).take, dtype, gain
             )
             layers.append(ShardedLayer(shard, group, index, kind, weights, factory, gain=gain))

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from specgen.engine.devices import move, release, upload
-from specgen.engine.native.recurrence import RecurrentStates
+from specgen.engine.native.recurrent_states import RecurrentStates
 from specgen.engine.transformers.recurrent_layers import ConvInput, StateInput
 
 

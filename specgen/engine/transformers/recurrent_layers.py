@@ -1,5 +1,5 @@
 """Recurrent layers of transformers' models: their own code, with convolutions and recurrences that
-`native.recurrence` computes.
+`native.recurrent_states` computes.
 
 Transformers' mixers ask the cache for a convolution's inputs and for a state, and hand both to
 functions of their module. `KVCache` answers with records that can be rolled back, and each mixer
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers.activations import ACT2FN
 
-from specgen.engine.native.recurrence import ConvRecords, StateRecords, Steps, unit_length
+from specgen.engine.native.recurrent_states import ConvRecords, StateRecords, Steps, unit_length
 
 _STATE_METHODS = frozenset(
     {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}

@@ -30,9 +30,9 @@ from specgen.engine.forward_pass import (
 )
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
-from specgen.engine.native.attention import AttentionMask, pass_mask
+from specgen.engine.native.attention_mask import AttentionMask, pass_mask
 from specgen.engine.native.config_reading import read_architecture
-from specgen.engine.native.recurrence import Steps
+from specgen.engine.native.recurrent_states import Steps
 from specgen.engine.transformers.kv_cache import GrowingCache, KVCache
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.recurrent_layers import RECURRENT_TYPES, replace_recurrences
