@@ -29,6 +29,7 @@ from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods.base import DraftModelMethod, PartMethod, drafting_case
+from specgen.methods.drafting_knowledge import DraftingKnowledge
 from specgen.pair.pair import Pair
 
 THREE = (3, 3)
@@ -160,18 +161,22 @@ def test_a_draft_model_with_a_pard_token_drafts_in_one_pass(tmp_path: Path) -> N
 def test_adaptive_counts_one_pass_a_draft_where_this_pass_drafts_a_block(tmp_path: Path) -> None:
     """A PARD model and the head of the method `block` draft so; Medusa's heads are small."""
 
-    def in_blocks(pair: Pair, name: str) -> bool:
+    def start_cost(pair: Pair, name: str, **settings: Any) -> float:
         method = methods.find(name)
         assert isinstance(method, DraftModelMethod | PartMethod)
-        request = pair.request([1, 2], name, SamplingParams(), policy="adaptive")
-        return drafting_case(pair.models, request, method.setup(pair.models, request)).in_blocks
+        sampling = SamplingParams(temperature=1, seed=0)  # costs that nobody measures
+        request = pair.request([1, 2], name, sampling, policy="adaptive", **settings)
+        case = drafting_case(pair.models, request, method.setup(pair.models, request))
+        return DraftingKnowledge(pair.models).inputs(case, None).costs.start
 
     with specgen.load() as pair:
-        blocks = {name: in_blocks(pair, name) for name in ("sd", "block", "medusa", "eagle")}
-    assert blocks == {"sd": False, "block": True, "medusa": False, "eagle": False}
+        costs = {name: start_cost(pair, name) for name in ("sd", "block", "medusa", "eagle")}
+        assert start_cost(pair, "block", draft_cost=0.1, verify_cost=0.03) == 0
+    assert costs.pop("block") > 0
+    assert set(costs.values()) == {0}
     target = str(demo.folder("target"))
     with specgen.load(target, pard_draft(tmp_path / "draft", 0), dtype="float32") as pair:
-        assert in_blocks(pair, "sd")
+        assert start_cost(pair, "sd") > 0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -83,10 +83,8 @@ class BeamSearchDrafter(DraftModelUser):
             beams[:] = after
             if self._is_decided(beams):
                 return "eos"
-            return DraftedToken(
-                position,
-                max(beams, key=lambda beam: (not beam.finished, beam.log_likelihood)).signals,
-            )
+            likeliest = max(beams, key=lambda beam: (not beam.finished, beam.log_likelihood))
+            return DraftedToken(position, likeliest.signals)
 
         reason = extend_draft(policy, limit, extend)
         path = tree.path(max(beams, key=lambda beam: beam.log_likelihood).node)
@@ -105,10 +103,8 @@ class BeamSearchDrafter(DraftModelUser):
     def _step(
         self, tree: DraftTree, beams: Sequence[Beam], likelihoods: list[float], read: Signals
     ) -> list[Beam] | None:
-        """Extends the unfinished beams by one token, and returns the beams that are kept. One
-        transfer to the host.
-
-        None where penalties forbid all tokens.
+        """Extends the unfinished beams by one token, with one transfer to the host. Returns the
+        beams that are kept; None where penalties forbid all tokens.
 
         `likelihoods` gets the joint log-likelihood (nats) of each new node of the tree. `read` are
         the signals that the length policy reads.
@@ -118,43 +114,41 @@ class BeamSearchDrafter(DraftModelUser):
         logits = tree.next_logits([beam.node for beam in growing])
         if logits is None:
             return None
-        vocabulary = logits.shape[-1]
+
         best = max(beam.log_likelihood for beam in beams)
-        scale = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
-        # relative to the best, so that no product of many tokens underflows
-        before = upload(torch.tensor(scale), logits.device)
         probs = token_sampling.warp(logits, self._warping)
-        joint = (before[: len(growing), None] * probs).flatten()
-        joint = torch.cat((joint, before[len(growing) :])) if finished else joint
+        joint = _joint_likelihoods(growing, finished, best, probs)
         chosen = self._ranked(joint).topk(min(self._width, joint.shape[0])).indices
+
+        vocabulary = logits.shape[-1]
         parents = chosen // vocabulary
         tokens = chosen % vocabulary
         # A finished beam has no row of logits: it reads the last one, and the result is not used.
         rows = parents.clamp_max(len(growing) - 1)
         computed = tree.signals(read, logits, rows, tokens, probs)
-        numbers = (
+        columns = (
             parents.float(),
             tokens.float(),
             joint[chosen],
             *(value.float() for value in computed.values()),
         )
+        on_host = torch.stack(columns).tolist()  # ids stay exact up to 2^24
+
         after = []
-        # ids stay exact up to 2^24
-        for parent, token, relative, *values in zip(*torch.stack(numbers).tolist(), strict=True):
+        for parent, token, relative, *values in zip(*on_host, strict=True):
             if math.isnan(relative):
                 raise nan_logits("draft")
             if not relative:  # fewer continuations are possible than there are beams
                 continue
-            value = best + math.log(relative)
             if parent >= len(growing):
                 after.append(finished[int(token)])
                 continue
+            log_likelihood = best + math.log(relative)
             node = tree.add(growing[int(parent)].node, int(token))
-            likelihoods.append(value)
-            found = {
-                name: number for name, number in zip(computed, values, strict=True) if name in read
-            }
-            after.append(Beam(node, value, int(token) in self._eos_ids, found))
+            likelihoods.append(log_likelihood)
+            signals = dict(zip(computed, values, strict=True))
+            signals = {name: value for name, value in signals.items() if name in read}
+            after.append(Beam(node, log_likelihood, int(token) in self._eos_ids, signals))
         return after
 
     def _ranked(self, joint: torch.Tensor) -> torch.Tensor:
@@ -166,6 +160,20 @@ class BeamSearchDrafter(DraftModelUser):
         """
         if not self._stochastic:
             return joint
-        return joint / torch.empty_like(joint).exponential_(generator=self._generator).clamp_min_(
-            1e-30
-        )
+        noise = torch.empty_like(joint).exponential_(generator=self._generator)
+        return joint / noise.clamp_min_(1e-30)
+
+
+def _joint_likelihoods(
+    growing: Sequence[Beam], finished: Sequence[Beam], best: float, probs: torch.Tensor
+) -> torch.Tensor:
+    """Returns the joint likelihoods of all continuations of the beams `growing`, beam by beam, and
+    of the `finished` beams.
+
+    `probs` [growing beams, vocabulary] are the distributions of the next token. The likelihoods are
+    divided by exp(`best`), so that no product of many tokens underflows.
+    """
+    relative = [math.exp(beam.log_likelihood - best) for beam in (*growing, *finished)]
+    before = upload(torch.tensor(relative), probs.device)
+    joint = (before[: len(growing), None] * probs).flatten()
+    return torch.cat((joint, before[len(growing) :])) if finished else joint

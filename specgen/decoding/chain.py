@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from specgen.engine.text.tokenizer import Tokenizer
 
 _MOST_CANDIDATES = 7
-# largest top probability, number of further candidates
+# the number of further candidates where the top probability is at most so large
 _BY_TOP_PROB = ((0.3, _MOST_CANDIDATES), (0.6, 5), (0.8, 3))
 # `TextDrafter` drafts at most this many of the draft model's tokens for one of the target's
 _PIECES = 4
@@ -86,16 +86,25 @@ class ModelDrafter(DraftModelUser):
         if limit < 1:
             return Draft()
         device = None if show is not None else self._device_chain(context, policy, tokens)
-        if device is not None:
-            return device.draft(
-                self._reason(
-                    extend_draft(policy, limit, device.append, unverified=len(unverified)), limit
-                )
-            )
+        if device is None:
+            return self._host_draft(context, policy, limit, tokens, show)
+        reason = extend_draft(policy, limit, device.append, unverified=len(tokens))
+        return device.draft(self._reason(reason, limit))
+
+    def _host_draft(
+        self,
+        context: Context,
+        policy: LengthPolicy,
+        limit: int,
+        tokens: list[int],
+        show: Callable[[int, int], bool] | None,
+    ) -> Draft:
+        """Drafts at most `limit` tokens, each known here before the next one. `tokens` begins with
+        the unverified ones, and gets the drafted ones."""
         scores = self._scores(policy, context)
-        chain = HostChain(
-            self._setup, self._generator, policy.signals, 1 + _MOST_CANDIDATES if self._cape else 0
-        )
+        candidates = 1 + _MOST_CANDIDATES if self._cape else 0
+        chain = HostChain(self._setup, self._generator, policy.signals, candidates)
+        unverified = len(tokens)
         is_cut = False
 
         def extend(position: int) -> DraftedToken | str:
@@ -104,13 +113,15 @@ class ModelDrafter(DraftModelUser):
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
             own = output.unpenalised_part(self._vocab_size)
-            score = None
             logits = output.logits[:, : self._vocab_size]
             if own is not None and token_sampling.is_forbidden(logits):
                 return NO_CANDIDATES
+
+            score = None
             if scores is not None and output.hidden_states is not None:
                 score = scores(output.hidden_states[0], position)
             token = chain.append(logits[0], score, None if own is None else own[0])
+
             top_prob = chain.statistics[-1][1]
             if top_prob < self._fallback:
                 chain.drop_last()
@@ -121,7 +132,7 @@ class ModelDrafter(DraftModelUser):
             is_cut = show is not None and not show(position - 1, tokens[-1])
             return "eos" if tokens[-1] in self._eos_ids else token
 
-        reason = extend_draft(policy, limit, extend, unverified=len(unverified))
+        reason = extend_draft(policy, limit, extend, unverified=unverified)
         draft = chain.draft(self._reason(reason, limit))
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 
@@ -186,9 +197,8 @@ class HostChain:
         if self._candidates:
             values, likeliest = logits.topk(min(self._candidates, logits.shape[-1]))
             self._likeliest.append(likeliest.masked_fill_(values == -torch.inf, -1))
-        token, entropy, top_prob = token_sampling.greedy_statistics(
-            logits if unpenalised is None else unpenalised
-        )
+        own = logits if unpenalised is None else unpenalised
+        token, entropy, top_prob = token_sampling.greedy_statistics(own)
         if math.isnan(entropy):
             raise nan_logits("draft")
         signals = {"entropy": entropy, "top_prob": top_prob}
@@ -201,7 +211,8 @@ class HostChain:
             token = token_sampling.argmax_tokens(logits[None])[0]
         else:
             signals["prob"] = top_prob
-        if others := self._read - signals.keys():
+        others = self._read - signals.keys()
+        if others:
             drawn = torch.tensor(token, device=logits.device)
             computed = token_sampling.signals(
                 others, logits, drawn, probs, predicted_acceptance, unpenalised
@@ -224,12 +235,13 @@ class HostChain:
         if not self.tokens:
             return Draft(stop_reason=reason)
         vocab_size = self._setup.vocab_size
+        probs = None
+        if self._probs:
+            probs = token_sampling.pad_probs(torch.stack(self._probs), vocab_size)
         entropies, top_probs = zip(*self.statistics, strict=True)
         return Draft.chain(
             self.tokens,
-            probs=token_sampling.pad_probs(torch.stack(self._probs), vocab_size)
-            if self._probs
-            else None,
+            probs=probs,
             entropies=entropies,
             top_probs=top_probs,
             stop_reason=reason,
@@ -251,22 +263,24 @@ def with_candidates(chain: Draft, likeliest: Sequence[Sequence[int]]) -> Draft:
     candidates come after all tokens of the chain, so that `probs` still belong to the first nodes.
     Each candidate is a leaf, and a sibling of the chain's token at its position.
     """
-    tokens, origins = list(chain.tokens), list(range(len(chain.tokens)))
-    for position, (top_prob, found) in enumerate(zip(chain.top_probs, likeliest, strict=True)):
-        others = [token for token in found if token not in (-1, chain.tokens[position])][
-            : further_candidates(top_prob)
-        ]
+    tokens = list(chain.tokens)
+    origins = list(range(len(chain.tokens)))  # the chain's position of each node
+    for position, (top_prob, ranked) in enumerate(zip(chain.top_probs, likeliest, strict=True)):
+        others = [token for token in ranked if token not in (-1, chain.tokens[position])]
+        others = others[: further_candidates(top_prob)]
         tokens += others
         origins += [position] * len(others)
+
+    logits = chain.logits
+    if logits is not None:
+        logits = logits[upload(torch.tensor(origins), logits.device)]
     return replace(
         chain,
         tokens=tokens,
         parents=[origin - 1 for origin in origins],
         entropies=[chain.entropies[origin] for origin in origins],
         top_probs=[chain.top_probs[origin] for origin in origins],
-        logits=None
-        if chain.logits is None
-        else chain.logits[upload(torch.tensor(origins), chain.logits.device)],
+        logits=logits,
     )
 
 
@@ -297,9 +311,9 @@ class TextDrafter:
         self._retokenized = RetokenizedContext(target, draft)
         self._ends = ends
         self._num_embeddings = runner.num_embeddings
-        self._eos_id = (
-            target.eos_id if target.eos_id in setup.eos_ids else min(setup.eos_ids, default=None)
-        )
+        self._eos_id = target.eos_id
+        if target.eos_id not in setup.eos_ids:
+            self._eos_id = min(setup.eos_ids, default=None)
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
@@ -317,14 +331,10 @@ class TextDrafter:
         draft = self._drafter.propose(texts.context, policy, _PIECES * limit, texts.tail)
         drafted = [token for token in draft.tokens if token not in self._ends]
         tokens = texts.target_tokens(texts.text_after(drafted)) if drafted else []
-        if (
-            len(drafted) < len(draft.tokens)
-            and self._eos_id is not None
-            and (tokens or not drafted)
-        ):
+        has_ended = len(drafted) < len(draft.tokens)
+        if has_ended and self._eos_id is not None and (tokens or not drafted):
             tokens.append(self._eos_id)
         if not tokens:
             return Draft(stop_reason=draft.stop_reason)
-        return Draft.chain(
-            tokens[:limit], stop_reason="length" if len(tokens) > limit else draft.stop_reason
-        )
+        reason = "length" if len(tokens) > limit else draft.stop_reason
+        return Draft.chain(tokens[:limit], stop_reason=reason)

@@ -29,22 +29,22 @@ class Curve:
 
     points: Mapping[int, float]
     # what `at` has returned
-    _found: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _memory: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def at(self, tokens: int) -> float:
-        if (seconds := self._found.get(tokens)) is None:
-            seconds = self._found[tokens] = self._interpolated(tokens)
-        return seconds
+        if tokens not in self._memory:
+            self._memory[tokens] = self._interpolated(tokens)
+        return self._memory[tokens]
 
     def _interpolated(self, tokens: int) -> float:
         if tokens in self.points:
             return self.points[tokens]
-        known = sorted(self.points)
-        if len(known) == 1:
-            return self.points[known[0]]
-        position = min(max(bisect(known, tokens), 1), len(known) - 1)
-        left = known[position - 1]
-        right = known[position]
+        measured = sorted(self.points)
+        if len(measured) == 1:
+            return self.points[measured[0]]
+        position = min(max(bisect(measured, tokens), 1), len(measured) - 1)
+        left = measured[position - 1]
+        right = measured[position]
         slope = (self.points[right] - self.points[left]) / (right - left)
         return max(0.0, self.points[left] + slope * (tokens - left))
 
@@ -62,11 +62,9 @@ class CostTable:
     def at(self, tokens: int, context_length: int) -> float:
         if len(self.curves) == 1:
             return next(iter(self.curves.values())).at(tokens)
-        found = Curve({length: curve.at(tokens) for length, curve in self.curves.items()}).at(
-            context_length
-        )
-        # bounds the extrapolation
-        return max(found, 0.5 * min(curve.at(tokens) for curve in self.curves.values()))
+        by_length = {length: curve.at(tokens) for length, curve in self.curves.items()}
+        seconds = Curve(by_length).at(context_length)
+        return max(seconds, 0.5 * min(by_length.values()))  # bounds the extrapolation
 
     def times(self, factor: float) -> CostTable:
         curves = {
@@ -74,6 +72,16 @@ class CostTable:
             for length, curve in self.curves.items()
         }
         return CostTable(curves)
+
+    @classmethod
+    def of_dict(cls, saved: Mapping[Any, Mapping[Any, Any]]) -> CostTable:
+        """Returns the table that `as_dict` wrote; keys may be strings. Raises TypeError, ValueError
+        or AttributeError for something else."""
+        curves = {}
+        for length, points in saved.items():
+            curve = Curve({int(tokens): float(seconds) for tokens, seconds in points.items()})
+            curves[int(length)] = curve
+        return cls(curves)
 
     def as_dict(self) -> dict[int, dict[int, float]]:
         return {length: dict(sorted(curve.points.items())) for length, curve in self.curves.items()}
@@ -103,33 +111,21 @@ class RoundCosts:
         Raises ValueError if the costs are not valid.
         """
         try:
-            tables = [
-                CostTable(
-                    {
-                        int(length): Curve(
-                            {int(tokens): float(seconds) for tokens, seconds in curve.items()}
-                        )
-                        for length, curve in saved[name].items()
-                    }
-                )
-                for name in ("drafting", "judging")
-            ]
-            costs = cls(
-                tables[0], tables[1], float(saved["looking"]), float(saved.get("together", 0.0))
-            )
+            drafting = CostTable.of_dict(saved["drafting"])
+            verification = CostTable.of_dict(saved["judging"])
+            overhead = float(saved.get("together", 0.0))
+            costs = cls(drafting, verification, float(saved["looking"]), overhead)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError("the costs of a round have another form") from error
+
+        tables = (drafting, verification)
         curves = [curve.points for table in tables for curve in table.curves.values()]
         if not all(table.curves for table in tables) or not all(curves):
             raise ValueError("costs of a round are missing")
         numbers = [seconds for points in curves for seconds in points.values()]
-        is_valid = all(
-            0 <= seconds < math.inf
-            for seconds in (*numbers, costs.signal_cost, costs.synchronisation_overhead)
-        )
-        if not is_valid or any(
-            costs.verification_cost.at(1, length) <= 0 for length in tables[1].curves
-        ):
+        numbers += [costs.signal_cost, costs.synchronisation_overhead]
+        is_valid = all(0 <= seconds < math.inf for seconds in numbers)
+        if not is_valid or any(verification.at(1, length) <= 0 for length in verification.curves):
             raise ValueError("costs of a round are not positive")
         return costs
 
@@ -205,10 +201,8 @@ class SpeedupModel:
     def best(self, acceptance: float) -> tuple[int, float]:
         """Returns (k, speedup) of the draft length k with the largest speedup at this acceptance
         probability."""
-        return max(
-            ((k, self.speedup(k, acceptance)) for k in self.draft_lengths),
-            key=lambda found: found[1],
-        )
+        speedups = {k: self.speedup(k, acceptance) for k in self.draft_lengths}
+        return max(speedups.items(), key=lambda item: item[1])
 
 
 def _tokens(k: int, acceptance: float) -> float:

@@ -91,8 +91,8 @@ class DeviceChain:
         self._unverified = list(unverified)
         self._read_rows: list[list[float]] = []  # token, entropy and top probability
         self._probs: list[torch.Tensor] = []
-        # tokens chosen that the host has not read; all tokens chosen
-        self._unread = self._count = 0
+        self._count = 0  # chosen tokens
+        self._unread = 0  # those of them that the host has not read
 
     def append(self, position: int) -> DraftedToken:
         """Starts the choice of the draft's next token on the device, greedy or sampled as the run

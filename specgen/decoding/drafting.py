@@ -171,8 +171,8 @@ class DraftModelUser:
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:
-        """Returns the reason why a draft ended: `reason`, or `depth N` in place of `length` if the
-        drafter's depth was the limit."""
+        """Returns why a draft ended: `reason`, or `depth N` in place of `length` if the drafter's
+        depth was the limit."""
         return f"depth {levels}" if reason == "length" and levels == self._depth else reason
 
     def _scores(self, policy: LengthPolicy, context: Context) -> Scores | None:
@@ -190,8 +190,8 @@ class DraftModelUser:
 
         def score(hidden: torch.Tensor, position: int) -> torch.Tensor:
             start = perf_counter()
-            found = predictor.score(hidden, position)
+            probability = predictor.score(hidden, position)
             policy.seconds += perf_counter() - start
-            return found
+            return probability
 
         return score

@@ -46,7 +46,7 @@ class JointGreedy:
         search = BlockSearch(
             run, min(self._length, run.remaining), self._beams, self._most_prefixes
         )
-        draft, block = search.found("prefill" if mode == "prefill" else "verify")
+        draft, block = search.run("prefill" if mode == "prefill" else "verify")
         return run.commit(mode, draft, Verdict(block), target_passes=search.passes)
 
     def __call__(self, run: Run) -> Iterator[Round]:
@@ -80,7 +80,7 @@ class BlockSearch:
         self._tree = Tree()
         self._likelihoods: list[float] = []  # of each node, in nats, with all tokens before it
 
-    def found(self, first_phase: str) -> tuple[Draft, tuple[int, ...]]:
+    def run(self, first_phase: str) -> tuple[Draft, tuple[int, ...]]:
         """Runs the search. Returns the searched tree as a draft, with the best block's last token
         added, and the nodes of the best block.
 
@@ -90,8 +90,8 @@ class BlockSearch:
         self._search(first_phase)
         tree = self._tree
         path = tree.path(tree.add(*self._last))
-        kind = "likeliest block" if self._is_exact else "likeliest beam"
-        reason = f"{kind}, {self.passes} pass{'es' * (self.passes != 1)}"
+        what = "likeliest block" if self._is_exact else "likeliest beam"
+        reason = f"{what}, {self.passes} pass{'es' * (self.passes != 1)}"
         return Draft(tree.tokens, tree.parents, stop_reason=reason), tuple(path)
 
     def _search(self, first_phase: str) -> None:
@@ -101,7 +101,8 @@ class BlockSearch:
         waiting = newest[:, :0]
         while True:
             newest = self._above_best(newest)
-            if self.passes >= self._length or not newest.shape[1]:  # a complete block is known
+            is_complete = self.passes >= self._length or not newest.shape[1]
+            if is_complete:  # a complete block is known: what waits may be likelier
                 newest = self._above_best(torch.cat((newest, waiting), dim=1))
                 waiting = waiting[:, :0]
                 if not newest.shape[1]:
@@ -111,15 +112,15 @@ class BlockSearch:
                 waiting = torch.cat((waiting, newest[:, order[self._width :]]), dim=1)
             chosen = newest[:, order[: self._width]]
             if self._is_exact and len(self._tree) + chosen.shape[1] > self._most:
-                raise RunError(
-                    (
-                        f"the likeliest block of {self._length} tokens is not found among "
-                        f"{self._most:,} prefixes"
-                    ),
-                    "Take a smaller k, a larger nodes, or beams=8, which approximates it",
+                problem = (
+                    f"the likeliest block of {self._length} tokens is not found among "
+                    f"{self._most:,} prefixes"
                 )
+                hint = "Take a smaller k, a larger nodes, or beams=8, which approximates it"
+                raise RunError(problem, hint)
+
             first = len(self._tree)
-            # ids stay exact up to 2^24
+            # the ids are exact: a float32 holds integers up to 2^24
             for likelihood, parent, token in zip(*chosen.tolist(), strict=True):
                 self._likelihoods.append(likelihood)
                 self._tree.add(int(parent), int(token))
@@ -138,25 +139,24 @@ class BlockSearch:
         output = run.target.logits(run.context, tree.tokens, tree.parents, start=nodes[0] + 1)
         run.clock.lap(phase, on_device=True)
         self.passes += 1
+
         before = [self._likelihoods[node] if node >= 0 else 0.0 for node in nodes]
-        joint = (
-            output.logits.float().log_softmax(dim=-1)
-            + upload(torch.tensor(before), output.logits.device)[:, None]
-        )
-        is_last = upload(
-            torch.tensor([len(tree.path(node)) == self._length - 1 for node in nodes]), joint.device
-        )
+        log_probs = output.logits.float().log_softmax(dim=-1)
+        joint = log_probs + upload(torch.tensor(before), log_probs.device)[:, None]
+
+        are_last = [len(tree.path(node)) == self._length - 1 for node in nodes]
+        is_last = upload(torch.tensor(are_last), joint.device)
         ended = is_last[:, None].expand_as(joint).clone()
         ended[:, self._eos] = True
         complete = joint.masked_fill(~ended, -math.inf).flatten()
         best, index = complete.max(dim=0)
+        unfinished = joint.masked_fill(ended, -math.inf).flatten()
         most = self._most if self._is_exact else self._width
-        values, indices = (
-            joint.masked_fill(ended, -math.inf).flatten().topk(min(most, joint.numel()))
-        )
+        values, indices = unfinished.topk(min(most, joint.numel()))
         highest, highest_open = torch.stack((best, values[0])).tolist()
         if math.isnan(highest) or math.isnan(highest_open):
             raise nan_logits("target")
+
         vocabulary = joint.shape[1]
         if highest > self.log_likelihood:
             self.log_likelihood = highest

@@ -129,11 +129,9 @@ class LookaheadWindow:
         With n-grams of two tokens there is only level 0, which is returned instead: this is Jacobi
         decoding.
         """
-        return (
-            tuple(self._levels[0])
-            if self._ngram == 2
-            else tuple(level[0] for level in self._levels[1:] if level)
-        )
+        if self._ngram == 2:
+            return tuple(self._levels[0])
+        return tuple(level[0] for level in self._levels[1:] if level)
 
     def add_to(self, tree: Tree, root: int, room: int) -> None:
         """Adds the window's tokens to a tree after node `root`, the sequence's last token (-1: this
@@ -146,27 +144,24 @@ class LookaheadWindow:
         columns = max(min(room + 2 - len(self._levels), len(first) + 1, *map(len, others)), 0)
         self._levels = [first[: max(columns - 1, 0)], *(level[:columns] for level in others)]
         self.tips = []
-        if columns:
-            roots = [root, *tree.extend(root, self._levels[0])]
-            for column, node in enumerate(roots):
-                self.tips.append(
-                    [node, *tree.extend(node, (level[column] for level in self._levels[1:]))][-1]
-                )
+        if not columns:
+            return
+        for column, node in enumerate([root, *tree.extend(root, self._levels[0])]):
+            path = tree.extend(node, (level[column] for level in self._levels[1:]))
+            self.tips.append(path[-1] if path else node)
 
-    def update(self, found: Sequence[int], last: int, pool: NgramPool) -> None:
+    def update(self, likeliest: Sequence[int], last: int, pool: NgramPool) -> None:
         """Moves the window on by one position, with new guesses, and adds its n-grams to the pool.
 
-        `found` are the likeliest tokens after the nodes in `tips`. `last` is the sequence's last
-        token as it was before the model's pass.
+        `likeliest` are the likeliest tokens after the nodes in `tips`. `last` is the sequence's
+        last token as it was before the model's pass.
         """
-        columns = (
-            list(zip([last, *self._levels[0]], *self._levels[1:], found, strict=True))
-            if self.tips
-            else []
-        )
+        columns: list[tuple[int, ...]] = []
+        if self.tips:
+            columns = list(zip([last, *self._levels[0]], *self._levels[1:], likeliest, strict=True))
         guesses = [
             token if token not in self._eos_ids else self._random.choice(self._prompt)
-            for token in found
+            for token in likeliest
         ]
         if len(self._levels) < self._ngram - 1:
             self._levels = [level[1:] for level in (*self._levels, guesses)]
@@ -209,6 +204,7 @@ class LookaheadDrafter(LearningDrafter):
         for phrase in (self._window.next_tokens, *phrases):
             tree.extend(-1, until_end(phrase, self._eos_ids)[:limit])
         judged = len(tree)
+
         self._window.add_to(tree, -1, self._context_limit - len(context))
         reason = f"{len(phrases)} phrase{'s' * (len(phrases) != 1)}"
         return Draft(tree.tokens, tree.parents, stop_reason=reason, judged=judged)
@@ -217,12 +213,9 @@ class LookaheadDrafter(LearningDrafter):
         if self._pool.context is None or not self._window.tips:
             return
         rows = upload(torch.tensor([node + 1 for node in self._window.tips]), output.logits.device)
-        found = token_sampling.argmax_tokens(output.logits.index_select(0, rows))
-        self._window.update(
-            [token_sampling.valid_token(token, "target") for token in found],
-            self._pool.context.ids[-1],
-            self._pool,
-        )
+        likeliest = token_sampling.argmax_tokens(output.logits.index_select(0, rows))
+        likeliest = [token_sampling.valid_token(token, "target") for token in likeliest]
+        self._window.update(likeliest, self._pool.context.ids[-1], self._pool)
 
 
 def until_end(phrase: Phrase, eos_ids: Collection[int]) -> Phrase:
@@ -260,7 +253,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         # tokens of the last pass, with their distributions
         self._drawn: deque[tuple[int, torch.Tensor | None]] = deque()
         self._chain: list[int] = []
-        # after the chain's last token, with their nodes
+        # phrases tried after the chain's last token, with their nodes
         self._tried: list[tuple[Phrase, list[int]]] = []
 
     @inference
@@ -303,18 +296,20 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         last = [*context.ids[-1:], *self._chain][-1]
         start = len(tree)
         for phrase in (window.next_tokens, *self._pool.phrases(last)):
-            known = takewhile(
+            with_embedding = takewhile(
                 lambda token: token < self._runner.num_embeddings, until_end(phrase, self._eos_ids)
             )
-            tree.extend(end, list(known)[: limit - 1])
-        # the chain's end: -1
-        candidates = Draft(tree.tokens[start:], [parent - start for parent in tree.parents[start:]])
+            tree.extend(end, list(with_embedding)[: limit - 1])
+        parents = [parent - start for parent in tree.parents[start:]]  # -1: the chain's end
+        candidates = Draft(tree.tokens[start:], parents)
         rows = len(candidates.tokens) + 1
+
         window.add_to(tree, end, room(self._runner, context) - start)
         output = self._runner.logits(context, tree.tokens, tree.parents, start=start)
         logits = output.logits[:, : self._vocab_size]
         if output.unpenalised is not None and token_sampling.is_forbidden(logits):
             return False
+
         likeliest = token_sampling.argmax_tokens(logits)
         choose: Callable[[int], int] = likeliest.__getitem__
         if not self._sampling.greedy:
@@ -322,16 +317,17 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         verdict = match_path(
             candidates, lambda row: token_sampling.valid_token(choose(row), "draft"), rows
         )
-        found = [
+        after_tips = [
             token_sampling.valid_token(likeliest[node - start + 1], "draft") for node in window.tips
         ]
-        window.update(found, last, self._pool)
+        window.update(after_tips, last, self._pool)
+
         assert verdict.token is not None
         chosen = [*(candidates.tokens[node] for node in verdict.path), verdict.token]
         for row, token in zip((0, *(node + 1 for node in verdict.path)), chosen, strict=True):
-            probs = (
-                None if self._sampling.greedy else token_sampling.warp(logits[row], self._sampling)
-            )
+            probs = None
+            if not self._sampling.greedy:
+                probs = token_sampling.warp(logits[row], self._sampling)
             self._drawn.append((token, probs))
         return True
 
@@ -348,28 +344,27 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
     def learn(self, draft: Draft, output: ModelOutput, verdict: Verdict) -> None:
         if not self._chain:
             return
-        # by the target after the context, and after node i at index i + 1
-        said = token_sampling.argmax_tokens(output.logits)
-        self._learn_rejected(
-            said[1 : len(self._chain) + 1], min(len(verdict.path), len(self._chain))
-        )
-        key = self._chain[-1]
+        # the target's tokens: after the context, and after node i at index i + 1
+        predicted = token_sampling.argmax_tokens(output.logits)
+        length = len(self._chain)
+        self._learn_rejected(predicted[1 : length + 1], min(len(verdict.path), length))
+
+        last = self._chain[-1]
         # the newest is added last, so that it stays the newest
         for phrase, nodes in reversed(self._tried):
             if len(nodes) == self._pool.ngram - 1:
-                self._pool.replace(
-                    key, phrase, [said[len(self._chain)], *(said[node + 1] for node in nodes[:-1])]
-                )
+                correct = [predicted[length], *(predicted[node + 1] for node in nodes[:-1])]
+                self._pool.replace(last, phrase, correct)
 
-    def _learn_rejected(self, said: list[int], accepted: int) -> None:
+    def _learn_rejected(self, predicted: list[int], accepted: int) -> None:
         """Adds the n-grams that begin with a token of the chain, from number `accepted` on, and
         continue as the target predicts.
 
-        `said` are the target's predictions after each token of the chain. They form an n-gram only
-        where the chain has the same tokens, except for the last one.
+        `predicted` are the target's predictions after each token of the chain. They form an n-gram
+        only where the chain has the same tokens, except for the last one.
         """
         longest = self._pool.ngram - 1
         for start in range(accepted, len(self._chain) - longest + 1):
-            phrase = said[start : start + longest]
+            phrase = predicted[start : start + longest]
             if phrase[:-1] == self._chain[start + 1 : start + longest]:
                 self._pool.add(self._chain[start], phrase)

@@ -106,6 +106,7 @@ class FlyVerifier:
         accepted = token_sampling.argmax_token(logits) == tokens  # -1 for NaN
         judged = count - self._window  # tokens that enough others follow
         if judged > 0:
+            # [judged, window - 1]: whether the tokens after each are the target's
             following = accepted[1:].unfold(0, self._window - 1, 1).all(dim=-1)[:judged]
             probs = logits[:judged].softmax(dim=-1).topk(min(3, logits.shape[-1])).values
             entropies = torch.special.entr(probs).sum(dim=-1)

@@ -52,19 +52,15 @@ def candidate_tree(rank_accuracies: Sequence[Sequence[float]], nodes: int) -> li
     is the product of its ranks' accuracies. Of equal values the shorter path comes first, then the
     one of lower ranks.
     """
-    # stable
-    ranked = [sorted(enumerate(row), key=lambda each: -each[1]) for row in rank_accuracies]
+    # of each level (rank, accuracy), the most accurate first; sorting keeps equal ones in order
+    ranked = [sorted(enumerate(row), key=lambda item: -item[1]) for row in rank_accuracies]
     chosen: list[RankPath] = []
-    # -value, length, path, its place in the order, -parent's
+    # of each path: -value, length, the path, the place of its last rank, -value of its parent
     candidates: list[tuple[float, int, RankPath, int, float]] = []
 
-    def push(
-        parent: float,
-        path: RankPath,
-        place: int,
-    ) -> None:
-        """Adds the path's continuation that is at this place in the order of its level, if there is
-        one."""
+    def push(parent: float, path: RankPath, place: int) -> None:
+        """Adds the continuation of `path` (its value: -`parent`) by the rank at this place of the
+        next level, if there is one."""
         level = len(path)
         if level < len(ranked) and place < len(ranked[level]):
             rank, value = ranked[level][place]
@@ -114,35 +110,30 @@ class MarginalTreeDrafter(DraftModelUser):
             self._ranks = min(nodes, max(map(len, self._accuracies)))
 
     @inference
-    def propose(
-        self,
-        context: Context,
-        policy: LengthPolicy,
-        limit: int,
-    ) -> Draft:
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         limit = min(self._room(context, limit), policy.most_levels)
         if limit < 1:
             return Draft()
-        if self._accuracies and limit not in self._fixed:
-            self._fixed[limit] = _by_level(candidate_tree(self._accuracies[:limit], self._nodes))
-        levels = self._fixed.get(limit, [])
+        levels = self._fixed_levels(limit)
         limit = len(levels) or limit
-        tree = Tree()
-        nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
-        origins: list[_Head] = []  # the head that each node was chosen from
-        # without penalties, no token changes the logits
+        # any tokens do for the first call: without penalties, no token changes the logits
         heads = self._read(context, [0] * (limit - 1), 0, policy.signals)
         levels = levels or _by_level(candidate_tree([head.probs for head in heads], self._nodes))
         limit = min(limit, max(len(levels), 1))
+
+        tree = Tree()
+        nodes: dict[RankPath, int] = {(): -1}  # the nodes of rank paths that may have children
+        origins: list[_Head] = []  # the head that each node was chosen from
 
         def extend(position: int) -> DraftedToken | str:
             if position > 1 and heads[0].is_penalised:
                 likeliest = [head.tokens[0] for head in heads[: position - 1]]
                 heads[position - 1 :] = self._read(context, likeliest, position - 1, policy.signals)
             head = heads[position - 1]
-            before = len(tree)
             if not head.tokens:
                 return NO_CANDIDATES
+
+            before = len(tree)
             for path in levels[position - 1]:
                 if path[:-1] in nodes and path[-1] < len(head.tokens):
                     token = head.tokens[path[-1]]
@@ -156,23 +147,31 @@ class MarginalTreeDrafter(DraftModelUser):
             return DraftedToken(position, values, len(tree) - before)
 
         reason = extend_draft(policy, limit, extend)
+        if reason == "length" and limit == len(levels):
+            reason = f"depth {limit}"
+        logits = None
+        if origins and self._setup.record:
+            logits = torch.stack([head.logits for head in origins])
         return Draft(
             tree.tokens,
             tree.parents,
             entropies=[head.signals["entropy"] for head in origins],
             top_probs=[head.signals["top_prob"] for head in origins],
-            stop_reason=f"depth {limit}" if reason == "length" and limit == len(levels) else reason,
-            logits=torch.stack([head.logits for head in origins])
-            if origins and self._setup.record
-            else None,
+            stop_reason=reason,
+            logits=logits,
         )
 
+    def _fixed_levels(self, limit: int) -> list[list[RankPath]]:
+        """Returns the fixed tree's rank paths of at most `limit` levels, level by level; none where
+        the tree is not fixed."""
+        if not self._accuracies:
+            return []
+        if limit not in self._fixed:
+            self._fixed[limit] = _by_level(candidate_tree(self._accuracies[:limit], self._nodes))
+        return self._fixed[limit]
+
     def _read(
-        self,
-        context: Context,
-        draft: Sequence[int],
-        start: int,
-        names: Signals,
+        self, context: Context, draft: Sequence[int], start: int, names: Signals
     ) -> list[_Head]:
         """Returns the heads from number `start` on that predict the tokens after a chain, with one
         transfer to the host.
@@ -188,32 +187,22 @@ class MarginalTreeDrafter(DraftModelUser):
         computed = token_sampling.signals(
             names | {"entropy"}, logits, tokens[:, 0], unpenalised=unpenalised
         )
-        probs = (
-            values - logits.float().logsumexp(dim=-1, keepdim=True)
-            if not self._accuracies
-            else values
-        )
-        found = torch.cat(
-            (possible.float(), probs.exp(), torch.stack(list(computed.values()), dim=1)), dim=1
-        )
+        if not self._accuracies:
+            values = values - logits.float().logsumexp(dim=-1, keepdim=True)
+        columns = (possible.float(), values.exp(), torch.stack(list(computed.values()), dim=1))
+        on_host = torch.cat(columns, dim=1).tolist()
+
         heads = []
-        for row, kept in zip(
-            found.tolist(), logits if unpenalised is None else unpenalised, strict=True
-        ):
-            of_first = dict(zip(computed, row[2 * ranks :], strict=True))
-            if math.isnan(of_first["entropy"]):
+        own = logits if unpenalised is None else unpenalised
+        for row, head_logits in zip(on_host, own, strict=True):
+            signals = dict(zip(computed, row[2 * ranks :], strict=True))
+            if math.isnan(signals["entropy"]):
                 raise nan_logits("draft")
-            likely = [int(token) for token in row[:ranks] if token >= 0]
-            worth = row[ranks : ranks + len(likely)]
-            heads.append(
-                _Head(
-                    likely,
-                    worth,
-                    of_first,
-                    kept.clone() if self._setup.record else kept,
-                    unpenalised is not None,
-                )
-            )
+            likeliest = [int(token) for token in row[:ranks] if token >= 0]
+            probs = row[ranks : ranks + len(likeliest)]
+            if self._setup.record:
+                head_logits = head_logits.clone()
+            heads.append(_Head(likeliest, probs, signals, head_logits, unpenalised is not None))
         return heads
 
 

@@ -20,8 +20,7 @@ from specgen.engine.devices import inference, upload
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
 
-# halvings of rho's interval; the remaining error lowers the acceptance probability by less than 0.1
-# %
+# halvings of rho's interval: the error that is left lowers the acceptance by less than 0.1 %
 _BISECTIONS = 16
 
 
@@ -73,11 +72,8 @@ class MultiDraftDrafter(DraftModelUser):
             return DraftedToken(position, signals, len(tree) - before) if chains else "eos"
 
         reason = extend_draft(policy, limit, extend)
-        return tree.draft(
-            reason,
-            draws=draws,
-            probs=token_sampling.pad_probs(torch.cat(probs), self._vocab_size) if probs else None,
-        )
+        padded = token_sampling.pad_probs(torch.cat(probs), self._vocab_size) if probs else None
+        return tree.draft(reason, draws=draws, probs=padded)
 
     def _level(
         self, tree: DraftTree, chains: list[_Chain], probs: list[torch.Tensor], read: Signals
@@ -102,22 +98,21 @@ class MultiDraftDrafter(DraftModelUser):
             chosen = token_sampling.draw(warped.index_select(0, rows), self._generator)
         elif origins != [-1]:
             chosen = logits.argmax(dim=-1)
-        numbers = [chosen]
+
+        columns = [chosen]
         signals: dict[str, torch.Tensor] = {}
         if read:
-            numbers.append(
-                (logits.float().softmax(dim=-1) if warped is None else warped)[rows, chosen]
-            )
+            probabilities = logits.float().softmax(dim=-1) if warped is None else warped
+            columns.append(probabilities[rows, chosen])
             signals = tree.signals(read, logits, rows, chosen, warped)
-        on_host = torch.stack(
-            [number.float() for number in (*numbers, *signals.values())], dim=1
-        ).tolist()
+        columns += signals.values()
+        on_host = torch.stack([column.float() for column in columns], dim=1).tolist()
+
         before = len(tree)
         for number, (chain, (token, *own)) in enumerate(zip(chains, on_host, strict=True)):
+            node = tree.add(chain.node, int(token))
             likelihood = math.log(own[0]) if own and own[0] > 0 else -math.inf
-            chains[number] = _Chain(
-                tree.add(chain.node, int(token)), chain.log_likelihood + likelihood
-            )
+            chains[number] = _Chain(node, chain.log_likelihood + likelihood)
         if warped is not None:
             parents = [origins.index(parent) for parent in tree.parents[before:]]
             probs.append(warped.index_select(0, upload(torch.tensor(parents), logits.device)))
@@ -128,11 +123,8 @@ class MultiDraftDrafter(DraftModelUser):
         return {name: value for name, value in values.items() if name in read}
 
 
-# Verifies the candidates (drafted next tokens) of a node, one after the other. The arguments are
-# the target's distribution p [vocabulary] there, the distribution q [vocabulary] that all
-# candidates were drawn from, the candidates in the order of their draws, and a fresh random number
-# for each. Returns the number of the accepted one and p; or, if all are rejected, None and the
-# distribution (not normalised) of the correction.
+# A function that verifies the candidates (drafted next tokens) of a node, one after the other, such
+# as `multi_round`, which describes arguments and results.
 AcceptanceRule = Callable[
     [torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], tuple[int | None, torch.Tensor]
 ]
@@ -215,15 +207,16 @@ class TreeSampling:
         children: dict[int, list[int]] = {}
         for node in draft.draws or ():
             children.setdefault(draft.parents[node], []).append(node)
-        path = list[int]()
-        node = -1
-        after = target[0]
         if children:
             # those with most children first
             parents = sorted(children, key=lambda parent: -len(children[parent]))
             shape = len(parents), len(children[parents[0]])
             fresh = torch.rand(shape, dtype=self._dtype, generator=self._generator)
             probs = draft.probs.to("cpu", self._dtype)
+
+        path = list[int]()
+        node = -1
+        after = target[0]
         while node in children:
             candidates = children[node]
             tokens = [draft.tokens[child] for child in candidates]
@@ -239,16 +232,12 @@ class TreeSampling:
 
 
 def k_sequential_verifier(setup: Setup) -> Verifier:
-    return (
-        GreedyVerifier()
-        if setup.sampling.greedy
-        else TreeSampling(k_sequential, setup, torch.float64)
-    )
+    if setup.sampling.greedy:
+        return GreedyVerifier()
+    return TreeSampling(k_sequential, setup, torch.float64)
 
 
 def multi_round_verifier(setup: Setup) -> Verifier:
-    return (
-        GreedyVerifier()
-        if setup.sampling.greedy
-        else TreeSampling(multi_round, setup, torch.float32)
-    )
+    if setup.sampling.greedy:
+        return GreedyVerifier()
+    return TreeSampling(multi_round, setup, torch.float32)

@@ -119,34 +119,34 @@ class Parallel:
         mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
         lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
         size = self.window.beside(len(unverified.tokens) + 1)
-        window = (
-            self._start(run, unverified, lead + size)
-            if self.post_verify or not unverified.tokens
-            else 0
-        )
-        known: Sequence[int] = unverified.tokens
+        window = 0
+        if self.post_verify or not unverified.tokens:
+            window = self._start(run, unverified, lead + size)
+
+        drafted: Sequence[int] = unverified.tokens
         if lead:
-            known = self.drafter.first(lead)
+            drafted = self.drafter.first(lead)
             run.clock.lap("draft")
-        # the logits after the last possible token are not needed
-        inputs = known[: run.remaining - 1]
+        inputs = drafted[: run.remaining - 1]  # no logits after the last possible token are needed
         output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
         run.clock.lap("verify", on_device=True)
         if window and self.window.is_flexible:  # the draft ends with the target's pass
-            if (wait := synchronizer(run.target.device)) is not None:
+            wait = synchronizer(run.target.device)
+            if wait is not None:
                 wait()
             self.drafter.cut()
         fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
-        drafted = len(fresh.tokens)
+        fresh_tokens = len(fresh.tokens)
         run.clock.lap("draft")
+
         both = _joined(unverified, fresh)
         if lead:
-            fresh = fresh.part(len(known))
+            fresh = fresh.part(len(drafted))
         # the last logits verify the first fresh token, so no bonus token is drawn
         pending = max(len(fresh.tokens) - 1, 0)
         verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
         round_ = run.commit(mode, both, verdict, pending)
-        self._compare(len(inputs) + 1, round_.seconds["verify"], drafted)
+        self._compare(len(inputs) + 1, round_.seconds["verify"], fresh_tokens)
         return round_, fresh.part(1) if verdict.token is None else Draft()
 
     def _compare(self, width: int, seconds: float, drafted: int) -> None:

@@ -13,8 +13,7 @@ from specgen.decoding.costs import Curve
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
-# how far the draft model may get ahead of its expected number of tokens, if a target pass takes
-# longer
+# where a target pass takes long: how many times its expected number of tokens the draft may have
 _MARGIN = 1.5
 
 
@@ -22,13 +21,13 @@ _MARGIN = 1.5
 class Window:
     """PEARL's window: the number of tokens that the draft model drafts during one target pass.
 
-    `size` (PEARL's gamma) is this number while the target verifies a whole window, which has `size`
-    tokens too. `first` is this number while the target passes over one token (PEARL's pre-verify);
-    it is smaller than `size` if such a pass is shorter, as on a CPU. `second` is that for two
-    tokens (None: on the line between the others). If `is_flexible`, a draft ends with the target
-    pass, and `size` only limits its length. In this case `lead` is the number of new tokens that
-    the target waits for after a rejection, and verifies in its next pass; in the paper it waits for
-    none.
+    `size` (PEARL's gamma) is this number while the target verifies a whole window of `size` tokens,
+    `first` while it passes over one token (PEARL's pre-verify), which takes less time on a CPU, and
+    `second` while it passes over two (None: on the line between the others).
+
+    If `is_flexible`, a draft ends with the target pass, and `size` only limits its length. Then
+    `lead` is the number of new tokens that the target waits for after a rejection, and verifies in
+    its next pass; in the paper it waits for none.
     """
 
     size: int
@@ -47,10 +46,10 @@ class Window:
         models finish together."""
         if width >= self.size:
             return self.size
-        known = {1: self.first, self.size: self.size} | (
-            {} if self.second is None else {2: self.second}
-        )
-        return round(Curve(known).at(width))
+        windows = {1: self.first, self.size: self.size}
+        if self.second is not None:
+            windows[2] = self.second
+        return round(Curve(windows).at(width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,8 @@ class ParallelCosts:
         """The window with which neither model waits for the other: c, rounded, from 1 to
         `LONGEST_WINDOW` (PEARL, Theorem 1)."""
         size = _rounded(self.ratio)
-        first, second = (
-            min(size, _rounded(seconds / self.draft_pass))
-            for seconds in (self.single_pass, self.double_pass)
-        )
+        first = min(size, _rounded(self.single_pass / self.draft_pass))
+        second = min(size, _rounded(self.double_pass / self.draft_pass))
         return Window(size, first, second=second)
 
     @property

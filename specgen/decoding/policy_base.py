@@ -40,7 +40,7 @@ def comparison(value: float, sign: str, limit: float) -> str:
     return f"{first} {sign} {second}"
 
 
-# not frozen: one is made for each token, and a frozen one takes three times as long
+# not frozen: one is made for each token, and making a frozen one takes three times as long
 @dataclass(slots=True)
 class DraftedToken:
     """A drafted token as a length policy sees it: its position in the draft (the first is 1) and
@@ -159,12 +159,12 @@ class LengthPolicy:
         and of the rest of the round.
         """
 
-    def share(self, known: dict[Hashable, Any]) -> None:
+    def share(self, learned: dict[Hashable, Any]) -> None:
         """Goes on with what earlier runs have learned, and adds to it. Called before the first
         draft.
 
-        `known` has what runs have learned in the process in which the policy decides, by a key of
-        the policy's own.
+        `learned` has this under keys of the policies' own. It belongs to the process in which the
+        policy decides.
         """
 
     def state(self) -> Mapping[str, float] | None:
@@ -219,7 +219,8 @@ class LengthSweep(LengthPolicy):
 
     def __init__(self, lengths: Sequence[int], signals: Sequence[Signals] = (frozenset(),)) -> None:
         self.combinations = [(length, names) for length in lengths for names in signals]
-        self._current = self._warm_up_left = 0
+        self._current = 0  # the index of a combination
+        self._warm_up_left = 0  # rounds
         self.longest = max(lengths)
         self.levels = 0
 

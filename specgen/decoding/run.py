@@ -55,9 +55,9 @@ class StopTexts:
         """Adds this token to the generated text. Returns whether the output ends with it: whether
         the text now contains a stop string."""
         self._tail += self._detokenize(token) + self._stop.mark(token)
-        is_found = self._stop.start(self._tail) is not None
+        is_complete = self._stop.start(self._tail) is not None
         self._tail = self._tail[-self._kept :] if self._kept else ""
-        return is_found
+        return is_complete
 
 
 class Clock:
@@ -91,14 +91,9 @@ class Clock:
         With `on_device`, the lap ends when the device has finished the work queued so far; the next
         lap begins there. The host does not wait for that.
         """
-        self._laps.append(
-            (
-                phase,
-                self._timer.mark()
-                if on_device and self._timer is not None
-                else time.perf_counter(),
-            )
-        )
+        timer = self._timer if on_device else None
+        end = time.perf_counter() if timer is None else timer.mark()
+        self._laps.append((phase, end))
 
     def move(self, seconds: float, source: str, phase: str) -> None:
         """Counts `seconds` of the phase `source` in `phase` instead."""
@@ -242,6 +237,7 @@ class Run:
         if mode != "prefill":
             self.policy.observe(draft.levels - unverified, accepted)
         self.clock.lap("policy")
+
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
         if unverified and verdict.token is None and self.finish_reason is None:
@@ -250,6 +246,7 @@ class Run:
         if draft.probs is not None or draft.logits is not None:
             # so that a stored round keeps no tensors alive
             draft = replace(draft, probs=None, logits=None)
+
         round_ = Round(
             self._index,
             mode,
@@ -325,18 +322,19 @@ def sequential(run: Run) -> Iterator[Round]:
 @inference
 def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
-    # room for the target's own token
-    draft = run.drafter.propose(run.context, run.policy, run.remaining - 1)
+    limit = run.remaining - 1  # room for the target's own token
+    draft = run.drafter.propose(run.context, run.policy, limit)
     draft = draft.with_predictions(run.policy.predictions)
     run.clock.lap("draft")
     run.clock.move(run.policy.take_seconds(), "draft", "policy")
+
     output = run.target.logits(run.context, draft.tokens, draft.parents)
     run.clock.lap("verify", on_device=True)
+
     candidates = draft.candidates
     unjudged = len(draft.tokens) - len(candidates.tokens)
-    verdict = run.verify(
-        candidates, output.first(len(candidates.tokens) + 1) if unjudged else output
-    )
+    judged_output = output.first(len(candidates.tokens) + 1) if unjudged else output
+    verdict = run.verify(candidates, judged_output)
     if isinstance(run.drafter, LearningDrafter):
         run.drafter.learn(draft, output, verdict)
         run.clock.lap("draft")

@@ -13,8 +13,7 @@ from specgen.base.types import SamplingParams
 from specgen.decoding.policy_base import Signals
 from specgen.engine.devices import move
 
-# the nucleus is looked for among this many of the likeliest tokens before the whole vocabulary is
-# sorted
+# so many of the likeliest tokens are searched for the nucleus, before all tokens are sorted
 _HEAD = 256
 
 
@@ -144,11 +143,10 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
     entropy is NaN if the logits hold a NaN or no finite maximum.
     """
     if not logits.is_cpu:
-        # exact to 2^24
-        token, *numbers = torch.stack(
-            (argmax_token(logits).float(), *entropy_and_top_prob(logits))
-        ).tolist()
-        return int(token), *numbers
+        # the token's id is exact up to 2^24
+        columns = (argmax_token(logits).float(), *entropy_and_top_prob(logits))
+        token, entropy, top_prob = torch.stack(columns).tolist()
+        return int(token), entropy, top_prob
     scores = logits.float().numpy()
     likeliest = int(scores.argmax())
     top = scores[likeliest]
@@ -156,9 +154,8 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
         return -1, math.nan, math.nan
     shifted = scores - top
     weights = np.exp(shifted)
-    # unlike dot, vdot does not warn of a NaN
     total = float(weights.sum())
-    weighted = float(np.vdot(weights, shifted))
+    weighted = float(np.vdot(weights, shifted))  # unlike dot, it does not warn of a NaN
     # impossible tokens: 0 * -inf is NaN, 0 * -1e30 is the 0 that it should be
     if math.isnan(weighted):
         weighted = float(np.vdot(weights, shifted.clip(-1e30)))
@@ -180,18 +177,21 @@ def signals(
     `logits` [..., vocabulary] are the draft model's, from which the tokens were chosen.
     `unpenalised` are its logits without penalties (such as a repetition penalty); None if `logits`
     have none. `probs` [..., vocabulary] are the distributions that the tokens were drawn from; None
-    in greedy decoding. `entropy` (nats), `top_prob` (largest probability) and `margin` (largest
-    minus second largest) are of the draft model's own distribution: without penalties, at
-    temperature 1, without top-k and top-p. `prob` is the token's probability in the distribution it
-    was chosen from: `probs`, or in greedy decoding the softmax of `logits`, penalties included, as
-    in transformers' assisted generation. If `unpenalised` has more columns than `logits`, for
-    tokens that cannot be drafted, `prob` is multiplied by the probability of those that can.
-    `predicted_acceptance` is the given argument (EESD's theta_M, Eq. 5), left out if None.
+    in greedy decoding.
+
+    - `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest)
+      are of the draft model's own distribution: without penalties, at temperature 1, without top-k
+      and top-p.
+    - `prob` is the token's probability in the distribution that it was chosen from: `probs`, or in
+      greedy decoding the softmax of `logits`, penalties included, as in transformers' assisted
+      generation. If `unpenalised` has more columns than `logits`, for tokens that cannot be
+      drafted, `prob` is multiplied by the probability of those that can.
+    - `predicted_acceptance` is the argument of this name (EESD's theta_M, Eq. 5), left out if None.
     """
     own = logits if unpenalised is None else unpenalised
-    found = {}
+    computed = {}
     if "entropy" in names or "top_prob" in names:
-        found["entropy"], found["top_prob"] = entropy_and_top_prob(own)
+        computed["entropy"], computed["top_prob"] = entropy_and_top_prob(own)
     if "prob" in names:
         if probs is None:
             prob = logits.float().softmax(dim=-1).amax(dim=-1)
@@ -200,13 +200,13 @@ def signals(
         width = logits.shape[-1]
         if width < own.shape[-1]:
             prob = prob * own.float().softmax(dim=-1)[..., :width].sum(dim=-1)
-        found["prob"] = prob
+        computed["prob"] = prob
     if "margin" in names:
         top = own.float().softmax(dim=-1).topk(2, dim=-1).values
-        found["margin"] = top[..., 0] - top[..., 1]
+        computed["margin"] = top[..., 0] - top[..., 1]
     if "predicted_acceptance" in names and predicted_acceptance is not None:
-        found["predicted_acceptance"] = predicted_acceptance
-    return found
+        computed["predicted_acceptance"] = predicted_acceptance
+    return computed
 
 
 def is_forbidden(logits: torch.Tensor) -> bool:

@@ -18,8 +18,11 @@ from specgen.engine.devices import inference, upload
 
 
 class Tree:
-    """Nodes in the order in which they were added: their `tokens` and the numbers of their
-    `parents` (-1: the context)."""
+    """A tree of drafted tokens that a drafter builds node by node, each after its parent.
+
+    Nodes are numbered in the order in which they are added: `tokens` are theirs, and `parents` the
+    numbers of the nodes before them (-1: the context). The result is a `Draft`.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -56,8 +59,8 @@ class Tree:
 
 
 class DraftTree(Tree):
-    """A tree that a draft model grows level by level. The model's KV cache holds the nodes, so each
-    is computed only once.
+    """A tree that a draft model grows level by level, with the logits after its nodes. The model's
+    KV cache holds the nodes, so each is computed only once.
 
     `hidden` [n, width] and `unpenalised` [n, ...] are the hidden states, and the logits without
     penalties, that belong to the n rows which `next_logits` returned last; see `ModelOutput`.
@@ -101,7 +104,8 @@ class DraftTree(Tree):
         if rows != list(range(len(logits))):
             selected = upload(torch.tensor(rows), logits.device)
             logits = logits[selected]
-            hidden, own = (None if each is None else each[selected] for each in (hidden, own))
+            hidden = None if hidden is None else hidden[selected]
+            own = None if own is None else own[selected]
         self.hidden = hidden
         self.unpenalised = own
         return None if own is not None and token_sampling.is_forbidden(logits) else logits
@@ -122,12 +126,10 @@ class DraftTree(Tree):
         """
         if not names:
             return {}
-        row, own, drawn_from = (
-            None if each is None else each.index_select(0, rows)
-            for each in (logits, self.unpenalised, probs)
-        )
-        assert row is not None
-        return token_sampling.signals(names, row, tokens, drawn_from, score, own)
+        own = None if self.unpenalised is None else self.unpenalised.index_select(0, rows)
+        drawn_from = None if probs is None else probs.index_select(0, rows)
+        chosen_from = logits.index_select(0, rows)
+        return token_sampling.signals(names, chosen_from, tokens, drawn_from, score, own)
 
     def draft(self, reason: str, nodes: Sequence[int] | None = None, **fields: Any) -> Draft:
         """Returns a draft with some `nodes` of the tree, in this order, in which each has to come
@@ -138,30 +140,28 @@ class DraftTree(Tree):
         nodes = range(len(self.tokens)) if nodes is None else nodes
         if not nodes:
             return Draft(stop_reason=reason, **fields)
-        at = {node: position for position, node in enumerate((-1, *nodes), -1)}
         parents = [self.parents[node] for node in nodes]
-        origins = sorted({*parents})
+        distinct = sorted({*parents})
         logits = torch.cat(self._logits)
-        rows = logits[upload(torch.tensor([origin + 1 for origin in origins]), logits.device)]
-        # one transfer
-        statistics: list[list[float]] = torch.stack(
-            token_sampling.entropy_and_top_prob(rows)
-        ).tolist()
+        rows = logits[upload(torch.tensor([parent + 1 for parent in distinct]), logits.device)]
+        statistics = torch.stack(token_sampling.entropy_and_top_prob(rows)).tolist()  # one transfer
         if math.isnan(sum(statistics[0])):
             raise nan_logits("draft")
-        entropies, top_probs = (dict(zip(origins, each, strict=True)) for each in statistics)
-        kept = (
-            upload(torch.tensor([parent + 1 for parent in parents]), logits.device)
-            if self._setup.record
-            else None
-        )
+        entropies: dict[int, float] = dict(zip(distinct, statistics[0], strict=True))
+        top_probs: dict[int, float] = dict(zip(distinct, statistics[1], strict=True))
+
+        recorded = None
+        if self._setup.record:
+            kept = upload(torch.tensor([parent + 1 for parent in parents]), logits.device)
+            recorded = logits[kept, : self._setup.vocab_size]
+        positions = {node: position for position, node in enumerate((-1, *nodes), -1)}
         return Draft(
             [self.tokens[node] for node in nodes],
-            [at[parent] for parent in parents],
+            [positions[parent] for parent in parents],
             entropies=[entropies[parent] for parent in parents],
             top_probs=[top_probs[parent] for parent in parents],
             stop_reason=reason,
-            logits=None if kept is None else logits[kept, : self._setup.vocab_size],
+            logits=recorded,
             **fields,
         )
 
@@ -224,18 +224,18 @@ class TopKTreeDrafter(DraftModelUser):
         reason = self._reason(extend_draft(policy, limit, extend), limit)
         if self._nodes is None:
             return tree.draft(reason)
-        # stable
+        # sorting keeps equally likely candidates in their order
         by_likelihood = sorted(
             range(len(candidates)), key=lambda number: -candidates[number].log_likelihood
         )
-        chosen = [candidates[number] for number in sorted(by_likelihood[: self._nodes])]
-        return tree.draft(
-            reason,
-            [
-                tree.add(each.parent, each.token) if each.node is None else each.node
-                for each in chosen
-            ],
-        )
+        nodes = []
+        for number in sorted(by_likelihood[: self._nodes]):
+            candidate = candidates[number]
+            if candidate.node is None:
+                nodes.append(tree.add(candidate.parent, candidate.token))
+            else:
+                nodes.append(candidate.node)
+        return tree.draft(reason, nodes)
 
     def _level(
         self,
@@ -256,41 +256,50 @@ class TopKTreeDrafter(DraftModelUser):
         logits = tree.next_logits([node for node, _ in alive])
         if logits is None:
             return None
-        values, tokens = (
-            logits.float().log_softmax(dim=-1).topk(min(self._width, logits.shape[-1]), dim=-1)
-        )
-        before = upload(torch.tensor([value for _, value in alive]), logits.device)
-        # <= parent's
-        best, positions = (
-            (values.clamp_max_(0.0) + before[:, None]).flatten().sort(descending=True, stable=True)
-        )
-        if self._nodes is None:
-            best = best[: self._width]
-            positions = positions[: self._width]
-        chosen = tokens.flatten()[positions].masked_fill_(best.isnan(), -1)
-        origins = positions // tokens.shape[1]
+        chosen, origins, likelihoods = self._likeliest(logits, [value for _, value in alive])
         score = None
         if scores is not None and tree.hidden is not None:
             score = scores(tree.hidden.index_select(0, origins[:1])[0], position)[None]
         computed = tree.signals(read, logits, origins[:1], chosen[:1], score=score)
-        on_host = torch.cat(
-            (chosen.float(), origins.float(), best, *(value.float() for value in computed.values()))
-        ).tolist()
-        size = len(positions)
-        continued = list(alive)
-        count = 0
+        columns = (chosen.float(), origins.float(), likelihoods)
+        numbers = torch.cat((*columns, *(value.float() for value in computed.values()))).tolist()
+
+        size = len(chosen)
+        parents = [node for node, _ in alive]
+        added = 0
         alive.clear()
-        for token, origin, value in zip(
-            *(on_host[start : start + size] for start in (0, size, 2 * size)), strict=True
-        ):
-            if value == -math.inf:
+        rows = (numbers[start : start + size] for start in (0, size, 2 * size))
+        for token, origin, likelihood in zip(*rows, strict=True):
+            if likelihood == -math.inf:
                 break
-            (parent, _), node = continued[int(origin)], None
-            if count < self._width:
+            parent = parents[int(origin)]
+            node = None
+            if added < self._width:
                 node = tree.add(parent, int(token))
-                count = count + 1
+                added += 1
                 if token not in self._eos_ids:
-                    alive.append((node, value))
-            candidates.append(_Candidate(parent, int(token), value, node))
-        found = dict(zip(computed, on_host[3 * size :], strict=True))
-        return {name: found[name] for name in read if name in found}
+                    alive.append((node, likelihood))
+            candidates.append(_Candidate(parent, int(token), likelihood, node))
+        signals = dict(zip(computed, numbers[3 * size :], strict=True))
+        return {name: signals[name] for name in read if name in signals}
+
+    def _likeliest(
+        self, logits: torch.Tensor, before: list[float]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the candidates of a level, the likeliest first: their tokens, their rows in
+        `logits` [rows, vocabulary], and the log-likelihoods (nats) of their paths.
+
+        `before` are those of the paths to the rows. A token is -1 where the logits hold a NaN.
+        """
+        width = min(self._width, logits.shape[-1])
+        values, tokens = logits.float().log_softmax(dim=-1).topk(width, dim=-1)
+        of_parents = upload(torch.tensor(before), logits.device)[:, None]
+        paths = (
+            values.clamp_max_(0.0) + of_parents
+        )  # rounding makes no path likelier than its begin
+        likelihoods, positions = paths.flatten().sort(descending=True, stable=True)
+        if self._nodes is None:
+            likelihoods = likelihoods[: self._width]
+            positions = positions[: self._width]
+        chosen = tokens.flatten()[positions].masked_fill_(likelihoods.isnan(), -1)
+        return chosen, positions // tokens.shape[1], likelihoods

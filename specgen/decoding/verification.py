@@ -41,9 +41,9 @@ class GreedyVerifier:
         verdict = match_path(draft, choices.__getitem__, len(choices))
         if not any(tied):
             return verdict
-        rows = [0, *(node + 1 for node in verdict.path)][
-            : len(verdict.path) + (verdict.token is not None)
-        ]
+        rows = [0, *(node + 1 for node in verdict.path)]
+        if verdict.token is None:  # the target chose no token after the path
+            rows.pop()
         return replace(verdict, ties=sum(tied[row] for row in rows))
 
 
@@ -74,9 +74,11 @@ class RejectionSampling:
         if not drawn:
             return match_path(draft, after, rows)
         accepted, token = self._accept_drawn(draft.tokens[:drawn], draft.probs, logits[: drawn + 1])
-        return match_path(
-            draft, lambda row: token if row == accepted else after(row), rows, drawn, accepted
-        )
+
+        def choice(row: int) -> int:
+            return token if row == accepted else after(row)
+
+        return match_path(draft, choice, rows, drawn, accepted)
 
     def _accept_drawn(
         self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor
@@ -87,7 +89,8 @@ class RejectionSampling:
         length = len(drafted)
         tokens = upload(torch.tensor(drafted), logits.device)
         draft_probs = move(probs, logits.device)
-        p, q = (each[:length].gather(1, tokens[:, None])[:, 0] for each in (target, draft_probs))
+        p = target[:length].gather(1, tokens[:, None])[:, 0]
+        q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
         fresh = torch.rand(length, generator=self._generator, device=logits.device)
         accepted = (fresh * q < p).cumprod(dim=0).sum()
         after = target.index_select(0, accepted.clamp_max(len(logits) - 1)[None])
@@ -116,12 +119,10 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
     if draft.is_chain:
         before = before[: len(draft.tokens)]
     else:
-        before = before[
-            upload(torch.tensor([parent + 1 for parent in draft.parents]), before.device)
-        ]
-    return replace(
-        verdict, agreement=DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits))
-    )
+        rows = torch.tensor([parent + 1 for parent in draft.parents])
+        before = before[upload(rows, before.device)]
+    agreement = DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits))
+    return replace(verdict, agreement=agreement)
 
 
 def own_tokens(
@@ -134,20 +135,19 @@ def own_tokens(
     row. On a CPU each call draws one token; on a GPU the first call draws the tokens of all rows,
     for a single transfer.
     """
-    if logits.is_cpu:
-        return lambda row: int(
-            token_sampling.draw(token_sampling.warp(logits[row], sampling), generator)
-        )
+
+    def draw_one(row: int) -> int:
+        return int(token_sampling.draw(token_sampling.warp(logits[row], sampling), generator))
+
     tokens: list[int] = []
 
-    def drawn(row: int) -> int:
+    def draw_all(row: int) -> int:
         if not tokens:
-            tokens.extend(
-                token_sampling.draw(token_sampling.warp(logits, sampling), generator).tolist()
-            )
+            probs = token_sampling.warp(logits, sampling)
+            tokens.extend(token_sampling.draw(probs, generator).tolist())
         return tokens[row]
 
-    return drawn
+    return draw_one if logits.is_cpu else draw_all
 
 
 def accept_prefix(
@@ -164,12 +164,10 @@ def accept_prefix(
     and after each token.
     """
     logits = output.logits.index_select(0, count[None])[0]
-    greedy = sampling.greedy
-    token = (
-        token_sampling.argmax_token(logits)
-        if greedy
-        else token_sampling.draw(token_sampling.warp(logits, sampling), generator)
-    )
+    if sampling.greedy:
+        token = token_sampling.argmax_token(logits)
+    else:
+        token = token_sampling.draw(token_sampling.warp(logits, sampling), generator)
     accepted, own = torch.stack((count, token)).tolist()
     return make_verdict(draft, range(accepted), own)
 
@@ -209,7 +207,7 @@ def make_verdict(draft: Draft, path: Sequence[int], token: int) -> Verdict:
     draft. Raises RunError if the token is -1, which means that the target's logits held a NaN.
     """
     last = path[-1] if path else -1
-    source: Source | None = (
-        None if not draft.tokens else "correction" if last in draft.parents else "bonus"
-    )
+    source: Source | None = None
+    if draft.tokens:
+        source = "correction" if last in draft.parents else "bonus"
     return Verdict(tuple(path), token_sampling.valid_token(token, "target"), source)

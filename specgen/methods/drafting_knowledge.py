@@ -106,7 +106,10 @@ class DraftingKnowledge:
         A frozen case gets the costs of the profile, or else those that follow from sizes, and
         nothing that earlier runs have learned.
         """
-        values = case.settings.values
+        draft_cost, verify_cost = (
+            None if value == AUTO else float(value)
+            for value in (case.settings.values[name] for name in _COST_SETTINGS)
+        )
         timed = None
         costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
         if parallel_costs is not None:
@@ -114,14 +117,14 @@ class DraftingKnowledge:
                 parallel_costs.target_passes.at, max(parallel_costs.width, 3)
             )
             costs = DraftingCosts(0.0, verify, verify_start=verify_start)
-        elif case.is_frozen:
-            costs = self._costs_by_size(case)
-        elif not case.in_parallel and any(values[name] == AUTO for name in _COST_SETTINGS):
-            timed = self._timed_costs(case)
-            costs = timed.costs
+        elif draft_cost is None or verify_cost is None:
+            if case.is_frozen:
+                costs = self._costs_by_size(case)
+            elif not case.in_parallel:
+                timed = self._timed_costs(case)
+                costs = timed.costs
+        costs = costs.with_values(draft_cost, verify_cost)
 
-        given = (values[name] for name in _COST_SETTINGS)
-        costs = costs.with_values(*(None if value == AUTO else float(value) for value in given))
         learned = Learned.prior(costs, has_model=case.has_model)
         key = None
         if not case.is_frozen:
