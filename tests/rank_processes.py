@@ -102,7 +102,7 @@ class _Answers:
         return {
             "kv_heads": model.shard.local.num_kv_heads,
             "heads": model.shard.local.num_heads,
-            "embedding": list(model.parts.embedding.shape),
+            "embedding": list(model.outer.embedding.shape),
         }
 
 

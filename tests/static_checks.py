@@ -16,7 +16,7 @@ from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_gain
 from specgen.engine.native.layer_files import layer_files, read_layer
 from specgen.engine.native.linear import LinearFactory
-from specgen.engine.native.native_model import NativeModel, NativeParts
+from specgen.engine.native.native_model import NativeModel, OuterWeights
 from specgen.engine.native.tensors import tensor_shapes
 
 LENGTH = 2048
@@ -66,7 +66,7 @@ def random_model(
             numbers(name, architecture.vocab_size, width) for name in ("embedding", "head")
         )
         return NativeModel(
-            architecture, layers, NativeParts(table, norm, factory(head)), dtype, norm_gain=gain
+            architecture, layers, OuterWeights(table, norm, factory(head)), dtype, norm_gain=gain
         )
 
 

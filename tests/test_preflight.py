@@ -94,7 +94,7 @@ def bytes_per_token(runner: ModelRunner) -> int:
     """What the KV cache of a runner that has run holds per token."""
     cache: Any = runner.cache
     layers = (
-        cache.parts
+        cache.buffers
         if isinstance(cache, KVBuffer)
         else [buffer for one in cache.layers for buffer in (one.keys, one.values)]
     )

@@ -176,7 +176,7 @@ class ModelOutput(NamedTuple):
 ForwardFunction = Callable[[ForwardPass, int], ModelOutput]
 
 
-class LayerPart(NamedTuple):
+class LayerCall(NamedTuple):
     """A decoder layer to run, by its index `layer` in the model. Its attention or its MLP may be
     left out."""
 

@@ -15,7 +15,7 @@ from specgen.engine.forward_pass import (
     Cache,
     ForwardFunction,
     HiddenSource,
-    LayerPart,
+    LayerCall,
     ModelOutput,
 )
 
@@ -34,9 +34,9 @@ class ModelShape:
     in tokens beyond which a LongRoPE model uses other rotary frequencies, None for other models.
     `dtype` names the weights' dtype, None if the config does not. `tied`: the LM head's weights are
     the embedding's. `default_eos` is the config's end-of-sequence id or ids; where config.json is
-    silent, the family's default. `kv_numbers` is how many numbers the keys and values of one token
-    have in all layers together; `num_kv_heads` and `head_size` are those of the first layer, from
-    which others may differ.
+    silent, the family's default. `kv_elements` is how many elements the keys and values of one
+    token have in all layers together; `num_kv_heads` and `head_size` are those of the first layer,
+    from which others may differ.
     """
 
     model_type: str
@@ -52,11 +52,11 @@ class ModelShape:
     dtype: str | None
     tied: bool
     default_eos: int | list[int] | None
-    kv_numbers: int
+    kv_elements: int
 
-    def kv_bytes_per_token(self, bytes_per_number: int) -> int:
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Returns the bytes that one token's keys and values take in all layers."""
-        return self.kv_numbers * bytes_per_number
+        return self.kv_elements * bytes_per_element
 
 
 def of_transformers(config: Any) -> ModelShape:
@@ -99,7 +99,7 @@ def of_transformers(config: Any) -> ModelShape:
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         default_eos=getattr(config, "eos_token_id", None),
-        kv_numbers=sum(2 * kv_heads * size for kv_heads, size in owners),
+        kv_elements=sum(2 * kv_heads * size for kv_heads, size in owners),
     )
 
 
@@ -152,7 +152,7 @@ class Model(Protocol):
 
     def forward(
         self,
-        layers: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerCall] | None = None,
         inputs: HiddenSource | None = None,
         *,
         taps: Sequence[int] = (),

@@ -212,7 +212,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
         "dtype": _dtype(fields),
         "tied": fields.flag("tie_word_embeddings", family.tied),
         "default_eos": _eos(fields, family.eos),
-        "kv_numbers": 2 * layers * kv_heads * head_size,
+        "kv_elements": 2 * layers * kv_heads * head_size,
         "layers": (LayerKind(None, ALL_LAYERS),) * layers,
         "rotary": rotary,
         "rotary_size": rotary_size,

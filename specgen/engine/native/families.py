@@ -109,12 +109,12 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)
     layers: list[LayerKind] = []
     last: dict[bool, int] = {}  # layers of each type that have keys and values
-    numbers = 0
+    elements = 0
     for index, slides in enumerate(types):
         kind = sliding if slides else full
         if index < sharing:
             last[slides] = index
-            numbers += (
+            elements += (
                 2 * plain["num_kv_heads"] * plain["head_size"] if slides else 2 * kv_heads * size
             )
         elif slides not in last:
@@ -130,7 +130,7 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     changes = {
         **_biases(fields),
         "layers": tuple(layers),
-        "kv_numbers": numbers,
+        "kv_elements": elements,
         "rotary": {**plain["rotary"], FULL: rotary[FULL]},
         "post_norms": True,
         "qk_norm": "values",
@@ -338,7 +338,7 @@ def _mixers(
     per_layer = 2 * plain["num_kv_heads"] * plain["head_size"]
     return {
         "layers": tuple(layers),
-        "kv_numbers": per_layer * sum(kind.mixer == "attention" for kind in layers),
+        "kv_elements": per_layer * sum(kind.mixer == "attention" for kind in layers),
     }
 
 

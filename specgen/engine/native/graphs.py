@@ -113,7 +113,7 @@ class StaticPass:
                 None if table is None else table.rows(0, rows, long_rope) for table in inputs.tables
             ]
             self._entering = torch.zeros(width, size, dtype=model.dtype, device=device)
-            self._entries = cache.entries(0, cache.parts[0].shape[3], 0, bucket)
+            self._entries = cache.entries(0, cache.buffers[0].shape[3], 0, bucket)
             self._output: ModelOutput | None = None
 
     def load(self, forward_pass: ForwardPass, hidden: torch.Tensor | None) -> None:
@@ -240,7 +240,7 @@ class StaticForward:
     def feeds(self) -> bool:
         """Whether `feed` can run a chosen token without anything from the host: the function reads
         token ids and has an LM head."""
-        return self._eager.inputs is None and self._eager.parts is not None
+        return self._eager.inputs is None and self._eager.outer is not None
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         source = self._eager.inputs
@@ -291,11 +291,11 @@ class StaticForward:
     def _use(self, cache: KVBuffer, last: int) -> None:
         """Enlarges the cache if it has no room for `last` tokens, padding and a whole bucket. Drops
         static passes of another buffer."""
-        if (needed := bucket_of(last + self._widths[-1])) > cache.parts[0].shape[3]:
+        if (needed := bucket_of(last + self._widths[-1])) > cache.buffers[0].shape[3]:
             # the last draft's nodes may come after the capacity
             cache.enlarge(max(needed, bucket_of(cache.capacity + SPAN)))
-        if cache.parts[0] is not self._data:
-            self._data = cache.parts[0]
+        if cache.buffers[0] is not self._data:
+            self._data = cache.buffers[0]
             self._passes = {}
             self._replays = {}
 

@@ -32,7 +32,7 @@ class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros.
 
     `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer
-    for each of these and each device. `parts` are these buffers, [layers, 2, kv heads, capacity,
+    for each of these and each device. `buffers` are these, [layers, 2, kv heads, capacity,
     head size]; a cache for several `sequences` has the key- value heads of all of them, one
     sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
     model of the first of them. `keys_and_values` returns entries on the device `reader`, by default
@@ -67,9 +67,9 @@ class KVBuffer:
         self._slots = [order.index(owner) for owner in owners]
         self._is_in_order = self._slots == list(range(len(order)))
         self._kv_heads = [kv_heads for _, (kv_heads, _) in of_parts]
-        self.parts = []
+        self.buffers = []
         for (device, (kv_heads, size)), layers in of_parts.items():
-            self.parts.append(
+            self.buffers.append(
                 torch.zeros(
                     len(layers), 2, sequences * kv_heads, 0, size, dtype=dtype, device=device
                 )
@@ -81,10 +81,10 @@ class KVBuffer:
 
         Enlarges the buffers if necessary.
         """
-        if max(last, end) > self.parts[0].shape[3]:
+        if max(last, end) > self.buffers[0].shape[3]:
             self.enlarge(max(last, end))
         made: list[LayerEntries] = []
-        for data in self.parts:
+        for data in self.buffers:
             keys, values = data[:, :, :, start:end].unbind(1)
             made += map(
                 LayerEntries, data[:, :, :, first:last].unbind(0), keys.unbind(0), values.unbind(0)
@@ -99,7 +99,7 @@ class KVBuffer:
         device.
         """
         layer = self._slots[layer - self.first_layer]
-        for data in self.parts:
+        for data in self.buffers:
             if layer < data.shape[0]:
                 break
             layer -= data.shape[0]
@@ -115,15 +115,15 @@ class KVBuffer:
         every layer."""
         self.recurrent.gather(indices, start)
         count = len(indices)
-        for data in self.parts:
+        for data in self.buffers:
             moves = upload(torch.tensor([*indices, *range(start, start + count)]), data.device)
             data.index_copy_(3, moves[count:], data.index_select(3, moves[:count]))
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
         """Drops all sequences but those with the indices `kept`, which are ascending."""
-        parts = zip(self.parts, self._kv_heads, strict=True)
+        parts = zip(self.buffers, self._kv_heads, strict=True)
         of_each = [data.view(*data.shape[:2], -1, heads, *data.shape[3:]) for data, heads in parts]
-        self.parts = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
+        self.buffers = [data[:, :, list(kept)].flatten(2, 3) for data in of_each]
 
     def enlarge(self, needed: int) -> None:
         """Copies the valid entries to new buffers with room for `needed` tokens, and at least for
@@ -132,14 +132,14 @@ class KVBuffer:
         Static passes that were made for the old buffers become invalid.
         """
         # doubled: few copies as it grows
-        capacity = max(needed, self.capacity, 2 * self.parts[0].shape[3])
+        capacity = max(needed, self.capacity, 2 * self.buffers[0].shape[3])
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
         grown = []
         # tensors made in inference mode could not be written outside it
         with torch.inference_mode(False), torch.no_grad():
-            for old in self.parts:
+            for old in self.buffers:
                 larger = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
                 larger[:, :, :, : self.length] = old[:, :, :, : self.length]
                 release(old)
                 grown.append(larger)
-        self.parts = grown
+        self.buffers = grown

@@ -275,14 +275,14 @@ def with_int4_weights(weight: Tensor) -> Multiply:
     `GROUP` elements of a row share a scale.
     """
     rounded, scales = rounded_groups(weight)
-    numbers = rounded.to(torch.int32) + 8
+    unsigned = rounded.to(torch.int32) + 8
     operators = torch.ops.aten
     if weight.device.type == "cpu":
-        packed = operators._convert_weight_to_int4pack_for_cpu(numbers, 1)
+        packed = operators._convert_weight_to_int4pack_for_cpu(unsigned, 1)
         operator = operators._weight_int4pack_mm_for_cpu
     else:
         packed = operators._convert_weight_to_int4pack(
-            (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8), 8
+            (unsigned[:, ::2] << 4 | unsigned[:, 1::2]).to(torch.uint8), 8
         )
         operator = operators._weight_int4pack_mm
     pairs = (
@@ -294,21 +294,21 @@ def with_int4_weights(weight: Tensor) -> Multiply:
     return lambda x: operator(x.to(torch.bfloat16), packed, GROUP, pairs)
 
 
-def quantised_bytes(kind: str, elements: int, rows: int) -> int:
-    """Returns the bytes of a weight rounded to `kind` (`int8`, `int4`), scales included, of so many
-    elements and output rows."""
-    return elements + 4 * rows if kind == "int8" else elements // 2 + 4 * elements // GROUP
+def quantised_bytes(quantise: str, elements: int, rows: int) -> int:
+    """Returns the bytes of a weight rounded to `quantise` (`int8`, `int4`), scales included, of so
+    many elements and output rows."""
+    return elements + 4 * rows if quantise == "int8" else elements // 2 + 4 * elements // GROUP
 
 
-def quantised(kind: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
-    """Returns a function that multiplies with `weight` [out, in] rounded to `kind` (`int8`, `int4`)
-    and adds `bias`.
+def quantised(quantise: str, weight: Tensor, bias: Tensor | None = None) -> Multiply | None:
+    """Returns a function that multiplies with `weight` [out, in] rounded to `quantise` (`int8`,
+    `int4`) and adds `bias`.
 
     A weight that cannot be rounded to int4 (in groups) is rounded to int8; returns None if that is
     not possible either. The choice depends on the device and the weight, not on timings, so that
     the draft's probabilities are the same in all processes. Not differentiable.
     """
-    for tried in QUANTISED[QUANTISED.index(kind) :: -1]:
+    for tried in QUANTISED[QUANTISED.index(quantise) :: -1]:
         prepare, _ = _working(tried, weight.device.type)
         if prepare is not None:
             with suppress(*_ERRORS):  # a shape that the operator does not take
@@ -321,44 +321,44 @@ def _with_bias(multiply: Multiply, bias: Tensor | None, x: Tensor) -> Tensor:
     return product if bias is None else product.add_(bias)
 
 
-def refusal(kind: str, device: torch.device) -> str | None:
-    """Returns why products with weights rounded to `kind` (`int8`, `int4`) do not work on this
+def refusal(quantise: str, device: torch.device) -> str | None:
+    """Returns why products with weights rounded to `quantise` (`int8`, `int4`) do not work on this
     device; None if they do.
 
     The first call tries them.
     """
-    return _working(kind, device.type)[1]
+    return _working(quantise, device.type)[1]
 
 
 @cache
-def _working(kind: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
+def _working(quantise: str, device: str) -> tuple[Callable[[Tensor], Multiply] | None, str | None]:
     """Returns a function that prepares products with rounded weights on this device (`cpu`,
     `cuda`), and None.
 
     If no such products give right results, returns None and the reason why the last one that was
     tried does not.
     """
-    tried = [with_int8_weights if kind == "int8" else with_int4_weights]
-    if (kind, device) == ("int8", "cpu"):
+    tried = [with_int8_weights if quantise == "int8" else with_int4_weights]
+    if (quantise, device) == ("int8", "cpu"):
         tried[:0] = with_rounded_activations, partial(with_rounded_activations, steps=63)  # faster
     reason = None
     for prepare in tried:
         try:
-            if _is_right(kind, prepare, torch.device(device)):
+            if _is_right(quantise, prepare, torch.device(device)):
                 return prepare, None
-            reason = f"{kind} products give wrong results"
+            reason = f"{quantise} products give wrong results"
         except _ERRORS as error:
             first_line, *_ = str(error).split("\n")
-            reason = f"{kind} products failed: {first_line}"
+            reason = f"{quantise} products failed: {first_line}"
     return None, reason
 
 
 @cache
-def rows_are_independent(kind: str, device: torch.device) -> bool:
+def rows_are_independent(quantise: str, device: torch.device) -> bool:
     """Whether a row of a product with rounded weights has the same bits whichever rows are
     multiplied with it. Tries 2 to 9 rows."""
     multiply = quantised(
-        kind, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device)
+        quantise, torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(device)
     )
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).to(device)
     if multiply is None:
@@ -367,7 +367,7 @@ def rows_are_independent(kind: str, device: torch.device) -> bool:
     return all(torch.equal(multiply(x[:rows]), alone[:rows]) for rows in range(2, 10))
 
 
-def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.device) -> bool:
+def _is_right(quantise: str, prepare: Callable[[Tensor], Multiply], device: torch.device) -> bool:
     """Compares products of 1 and 5 rows with those of the same rounded weights in float64."""
     generator = torch.Generator().manual_seed(0)
     weight, inputs = (torch.randn(rows, 256, generator=generator) for rows in (128, 5))
@@ -375,7 +375,7 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
     weight[0] = 1.0
     inputs[0] = 1.0
     multiply = prepare(weight.to(device))
-    exact = restored(kind, weight)
+    exact = restored(quantise, weight)
     for x in (inputs[:1], inputs):
         found = multiply(x.to(device)).cpu().double()
         expected = x.double() @ exact.T
@@ -387,10 +387,10 @@ def _is_right(kind: str, prepare: Callable[[Tensor], Multiply], device: torch.de
     return True
 
 
-def restored(kind: str, weight: Tensor) -> Tensor:
-    """Returns what becomes of a weight [out, in] by rounding to `kind` (`int8`, `int4`), as
+def restored(quantise: str, weight: Tensor) -> Tensor:
+    """Returns what becomes of a weight [out, in] by rounding to `quantise` (`int8`, `int4`), as
     float64."""
-    numbers, scales = (rounded_rows if kind == "int8" else rounded_groups)(weight)
-    return numbers.double() * scales.double().view(len(scales), -1).repeat_interleave(
-        1 if kind == "int8" else GROUP, 1
+    rounded, scales = (rounded_rows if quantise == "int8" else rounded_groups)(weight)
+    return rounded.double() * scales.double().view(len(scales), -1).repeat_interleave(
+        1 if quantise == "int8" else GROUP, 1
     )

@@ -25,7 +25,7 @@ from specgen.engine.forward_pass import (
     ForwardFunction,
     ForwardPass,
     HiddenSource,
-    LayerPart,
+    LayerCall,
     ModelOutput,
 )
 from specgen.engine.native.architecture import Architecture
@@ -95,7 +95,7 @@ _OWN = tuple(
 )
 
 
-class NativeParts(NamedTuple):
+class OuterWeights(NamedTuple):
     """The weights of a native model outside of its layers.
 
     `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the
@@ -123,7 +123,7 @@ class NativeModel:
         self,
         architecture: Architecture,
         layers: Sequence[NativeLayer],
-        parts: NativeParts,
+        outer: OuterWeights,
         dtype: torch.dtype,
         *,
         norm_gain: float = 1.0,
@@ -131,10 +131,10 @@ class NativeModel:
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
         self.architecture = self.shape = architecture
-        self.parts = parts
+        self.outer = outer
         self.layers = layers
         self.dtype = dtype
-        self.device = parts.norm.device
+        self.device = outer.norm.device
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.exact = exact
@@ -169,7 +169,7 @@ class NativeModel:
 
     def forward(
         self,
-        layers: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerCall] | None = None,
         inputs: HiddenSource | None = None,
         *,
         taps: Sequence[int] = (),
@@ -189,7 +189,7 @@ class NativeModel:
         if len(ids) > 1:
             return self._embedded(torch.tensor(ids))
         # saves 1.5 % of a small draft's pass
-        return self.scaled(self.parts.embedding[ids[0]][None].to(self.dtype, copy=True))
+        return self.scaled(self.outer.embedding[ids[0]][None].to(self.dtype, copy=True))
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on
@@ -199,23 +199,23 @@ class NativeModel:
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [n, width] of n token ids of any shape, on the embedding's
         device."""
-        table = self.parts.embedding
+        table = self.outer.embedding
         return self.scaled(table.index_select(0, move(ids.flatten(), table.device)).to(self.dtype))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def norm_and_head(self, hidden: torch.Tensor, parts: NativeParts) -> ModelOutput:
+    def norm_and_head(self, hidden: torch.Tensor, outer: OuterWeights) -> ModelOutput:
         """Returns the output for hidden states [n, width] after the last layer: logits, and hidden
         states after the final norm."""
-        states = self.norm(hidden) * parts.norm
-        return ModelOutput(final_logits(self.architecture, parts.head(states)), states)
+        states = self.norm(hidden) * outer.norm
+        return ModelOutput(final_logits(self.architecture, outer.head(states)), states)
 
     def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n,
         width] after the final norm."""
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
-        logits = self.parts.head(padded)[: hidden.shape[0]]
+        logits = self.outer.head(padded)[: hidden.shape[0]]
         return logits if is_raw else final_logits(self.architecture, logits)
 
     def check_layers(self, feature: str) -> None:
@@ -235,7 +235,7 @@ class NativeModel:
         forward = NativeForward(self)
         hidden = self.embed(ids)
         inputs = forward.with_own_embeddings(inputs, hidden, torch.tensor(ids))
-        return self.norm_and_head(forward.run_layers(hidden, inputs)[0], self.parts).logits
+        return self.norm_and_head(forward.run_layers(hidden, inputs)[0], self.outer).logits
 
     def batch(
         self,
@@ -248,12 +248,12 @@ class NativeModel:
     ) -> ModelOutput:
         """Runs the first `layers` layers (None: all) on several sequences of n tokens; arguments
         and output as `engine.model.Model.batch`."""
-        parts = None if layers is None else [LayerPart(index) for index in range(layers)]
+        calls = None if layers is None else [LayerCall(index) for index in range(layers)]
         hidden = self._embedded(batch.ids)
         shape = batch.ids.shape
         if batch.cache is None and not self.architecture.is_uniform:
             batch = batch._replace(cache=self.batch_cache(shape[0]))
-        forward = NativeForward(self, parts, taps=taps)
+        forward = NativeForward(self, calls, taps=taps)
         inputs = forward.with_own_embeddings(self.inputs.batched(batch), hidden, batch.ids)
         hidden, features = forward.run_layers(hidden, inputs)
         hidden = hidden.view(*shape, -1)
@@ -261,7 +261,7 @@ class NativeModel:
         if not with_head:
             return ModelOutput(hidden, hidden, features=features)
         kept = hidden if logits_to_keep is None else hidden[:, -logits_to_keep:]
-        logits, states, *_ = self.norm_and_head(kept.flatten(0, 1), self.parts)
+        logits, states, *_ = self.norm_and_head(kept.flatten(0, 1), self.outer)
         assert states is not None
         return ModelOutput(
             logits.view(*kept.shape[:2], -1), states.view(kept.shape), features=features
@@ -290,51 +290,51 @@ class NativeModel:
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding
         and the first `kept_layers` layers."""
-        none = self.parts.norm.new_empty(0, self.shape.hidden_size)
+        none = self.outer.norm.new_empty(0, self.shape.hidden_size)
         self.layers = self.layers[:kept_layers]
-        embedding = self.parts.embedding if kept_layers else none
-        self.parts = self.parts._replace(embedding=embedding, head=DenseLinear(none))
+        embedding = self.outer.embedding if kept_layers else none
+        self.outer = self.outer._replace(embedding=embedding, head=DenseLinear(none))
 
 
 class NativeForward:
     """Runs some layers of a model on the forward passes of a `ModelRunner`. A `ForwardFunction`.
 
-    The arguments are those of `engine.model.Model.forward`. `parts` has the norm and the head that
+    The arguments are those of `engine.model.Model.forward`. `outer` has the norm and the head that
     follow the layers; None: the function ends after the layers.
     """
 
     def __init__(
         self,
         model: NativeModel,
-        layers: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerCall] | None = None,
         inputs: HiddenSource | None = None,
         taps: Sequence[int] = (),
         *,
         with_head: bool = True,
     ) -> None:
         self.model = model
-        self.parts = model.parts if with_head else None
+        self.outer = model.outer if with_head else None
         self.inputs = inputs
         self.taps = tuple(taps)
-        parts = (
-            [LayerPart(index) for index in range(len(model.layers))] if layers is None else layers
+        calls = (
+            [LayerCall(index) for index in range(len(model.layers))] if layers is None else layers
         )
-        self._layers = [(model.layers[part.layer], part) for part in parts]
+        self._layers = [(model.layers[call.layer], call) for call in calls]
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model = self.model
         count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
         hidden = self._hidden(forward_pass, inputs.rows)
-        if self.model.parts.own_embeddings is not None:
+        if self.model.outer.own_embeddings is not None:
             ids = forward_pass.ids + [0] * (inputs.rows - count)
             inputs = self.with_own_embeddings(inputs, hidden, torch.tensor(ids))
         first = 0  # of the rows that the LM head runs
-        if self.parts is not None:
+        if self.outer is not None:
             first = max(0, inputs.rows - model.inputs.padded(inputs.rows - count + logits_to_keep))
         logits, states, _, features, _ = self.run(hidden, inputs, first)
         assert states is not None
-        kept = slice(0 if self.parts is None else count - logits_to_keep - first, count - first)
+        kept = slice(0 if self.outer is None else count - logits_to_keep - first, count - first)
         return ModelOutput(
             logits[kept], states[kept], features=None if features is None else features[:count]
         )
@@ -347,7 +347,7 @@ class NativeForward:
 
         `hidden` [n, width] enters the first of the layers that are run.
         """
-        own = self.model.parts.own_embeddings
+        own = self.model.outer.own_embeddings
         if own is None:
             return inputs
         embeddings = hidden if self.inputs is None else self.model.embeddings(ids)
@@ -361,9 +361,9 @@ class NativeForward:
         nothing.
         """
         hidden, features = self.run_layers(hidden, inputs)
-        if self.parts is None:
+        if self.outer is None:
             return ModelOutput(hidden, hidden)
-        return self.model.norm_and_head(hidden[first:], self.parts)._replace(features=features)
+        return self.model.norm_and_head(hidden[first:], self.outer)._replace(features=features)
 
     def run_layers(
         self, hidden: torch.Tensor, inputs: PassInputs
@@ -375,16 +375,16 @@ class NativeForward:
         """
         model = self.model
         found = dict[int, torch.Tensor]()
-        for done, (layer, part) in enumerate(self._layers):
-            if part.layer in self.taps:
-                found[part.layer] = hidden.clone()  # the layers change the stream in place
+        for done, (layer, call) in enumerate(self._layers):
+            if call.layer in self.taps:
+                found[call.layer] = hidden.clone()  # the layers change the stream in place
             prefill_reports.layer(done, len(self._layers))
-            hidden = layer(hidden, inputs, attention=part.attention, mlp=part.mlp)
+            hidden = layer(hidden, inputs, attention=call.attention, mlp=call.mlp)
         hidden = move(hidden, model.device)
         if not self.taps:
             return hidden, None
         if model.shape.num_layers in self.taps:
-            found[model.shape.num_layers] = model.norm(hidden) * model.parts.norm
+            found[model.shape.num_layers] = model.norm(hidden) * model.outer.norm
         return hidden, torch.cat([move(found[index], model.device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
@@ -435,7 +435,9 @@ def load_native(
         }
         gain = norm_gain(architecture, dtype, *factories)
         # before the layers: packing needs the head twice for a moment
-        parts = _parts(architecture, files, factories[device], dtype, gain, (devices[0], device))
+        outer = _outer_weights(
+            architecture, files, factories[device], dtype, gain, (devices[0], device)
+        )
         (_, kinds), layers = layer_kinds(architecture, devices), []
         unreturned = 0
         for index, on in enumerate(devices):
@@ -464,7 +466,7 @@ def load_native(
         return NativeModel(
             architecture,
             layers,
-            parts,
+            outer,
             dtype,
             norm_gain=gain,
             exact=exact,
@@ -529,14 +531,14 @@ def return_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _parts(
+def _outer_weights(
     architecture: Architecture,
     files: WeightFiles,
     factory: LinearFactory,
     dtype: torch.dtype,
     gain: float,
     devices: tuple[torch.device, torch.device],
-) -> NativeParts:
+) -> OuterWeights:
     """Returns the embedding, on the first of the devices, and the final norm and the LM head, on
     the second one.
 
@@ -564,4 +566,4 @@ def _parts(
         projection = projection.float() * architecture.hidden_size**-0.5
         own = OwnEmbeddings(architecture, table, factory(projection.to(dtype)), norm.to(dtype))
         files.use_device(devices[1])
-    return NativeParts(embedding, final_norm(architecture, files.take, dtype, gain), head, own)
+    return OuterWeights(embedding, final_norm(architecture, files.take, dtype, gain), head, own)

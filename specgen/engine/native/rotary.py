@@ -61,9 +61,9 @@ def read_rotary(
     """Reads a config's rotary settings. `length` is its `max_position_embeddings`, `head_size` the
     size of a head.
 
-    Returns the sets of frequencies by their keys in `Architecture.rotary`, how many numbers of each
-    head are rotated, and the longest context in tokens. Raises UnsupportedConfig for an unknown
-    type or key, and for an impossible value.
+    Returns the sets of frequencies by their keys in `Architecture.rotary`, how many elements of
+    each head are rotated, and the longest context in tokens. Raises UnsupportedConfig for an
+    unknown type or key, and for an impossible value.
     """
     rotary = {}
     size = head_size
@@ -118,7 +118,7 @@ def _sections(fields: Fields, defaults: RotaryDefaults) -> list[tuple[str, Field
 
 
 def _rotated(fields: Fields, section: Fields, defaults: RotaryDefaults, head_size: int) -> int:
-    """Returns how many numbers of each head are rotated, those by an angle of 0 included (Gemma
+    """Returns how many elements of each head are rotated, those by an angle of 0 included (Gemma
     4)."""
     if section.raw("rope_type") == _PROPORTIONAL:
         share = section.positive("partial_rotary_factor", 1.0)
@@ -150,7 +150,7 @@ def _rotary(
     original: int,
     length: int,
 ) -> tuple[str, Rotary]:
-    """Returns the type of the rotary embedding and its frequencies, for `size` rotated numbers per
+    """Returns the type of the rotary embedding and its frequencies, for `size` rotated elements per
     head.
 
     `original` is the context length in pre-training, `length` is `max_position_embeddings`.
@@ -265,7 +265,7 @@ class RotaryTable:
 
     def gather(self, positions: torch.Tensor, long: bool, end: int) -> torch.Tensor:
         """Returns the rotations [n, R / 2], complex64, of `positions` [n], a tensor on the table's
-        device; R numbers of a head are rotated.
+        device; R elements of a head are rotated.
 
         `end` is a number above all positions; it is given because finding it would make the host
         wait for a GPU.
@@ -305,8 +305,8 @@ class RotaryTable:
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Rotates the first R numbers of each head in `heads` [rows, heads, head size], as R/2 pairs of
-    neighbours, in place.
+    """Rotates the first R elements of each head in `heads` [rows, heads, head size], as R/2 pairs
+    of neighbours, in place.
 
     `rotation` [rows, 1, R/2] holds complex numbers, by which the pairs are multiplied.
     """

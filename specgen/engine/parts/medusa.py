@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 
 from specgen.base.types import Context
 from specgen.engine.block_runner import BlockRunner
-from specgen.engine.forward_pass import LayerPart, ModelOutput
+from specgen.engine.forward_pass import LayerCall, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.linear import LinearFactory
@@ -108,6 +108,6 @@ def make_runners(
     """
     if not isinstance(model, NativeModel):
         model.check_layers("medusa")
-        layers = [LayerPart(layer) for layer in range(model.shape.num_layers)]
+        layers = [LayerCall(layer) for layer in range(model.shape.num_layers)]
         target = ModelRunner(model, penalties(), model.forward(layers))
     return Runners(target, MedusaRunner(weights, model, target, penalties()))

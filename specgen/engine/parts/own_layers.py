@@ -29,7 +29,7 @@ from specgen.engine.forward_pass import (
     ForwardFunction,
     ForwardPass,
     HiddenSource,
-    LayerPart,
+    LayerCall,
     ModelOutput,
 )
 from specgen.engine.model import Model
@@ -303,11 +303,11 @@ def make_runners(
     model.check_layers("early exit")
     earlier = range(weights.after)
     later = range(weights.after, model.shape.num_layers)
-    run = model.forward([LayerPart(index) for index in earlier], with_head=False)
+    run = model.forward([LayerCall(index) for index in earlier], with_head=False)
     first = FeatureRunner(
         model, lambda each, _: run(each, each.last - each.first), model.new_cache(earlier)
     )
-    verify = model.forward([LayerPart(index) for index in later], first.features)
+    verify = model.forward([LayerCall(index) for index in later], first.features)
     target = ModelRunner(model, penalties(), verify, model.new_cache(later))
     draft = ModelRunner(
         model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache()
@@ -336,11 +336,11 @@ class LayerSkippingRunner(ModelRunner):
     ) -> None:
         model.check_layers("layer skipping")
         layers = range(model.shape.num_layers)
-        parts = [
-            LayerPart(index, index not in skips.attention, index not in skips.mlp)
+        calls = [
+            LayerCall(index, index not in skips.attention, index not in skips.mlp)
             for index in layers
         ]
-        forward = model.forward([part for part in parts if part.attention or part.mlp])
+        forward = model.forward([call for call in calls if call.attention or call.mlp])
         super().__init__(model, penalties, forward, target.cache)
         self._target = target
         # the number returned by the target's `share_prefix` when this runner last used the shared

@@ -24,7 +24,7 @@ from specgen.engine.forward_pass import (
     ForwardFunction,
     ForwardPass,
     HiddenSource,
-    LayerPart,
+    LayerCall,
     ModelOutput,
 )
 from specgen.engine.model_files import ModelFiles, check_weight_files
@@ -39,7 +39,7 @@ from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.native_model import (
     NativeForward,
     NativeModel,
-    NativeParts,
+    OuterWeights,
     open_model,
     return_free_memory,
     table_names,
@@ -245,7 +245,7 @@ class ShardedModel(NativeModel):
     """One rank's part of a model. Rank 0 uses it like a whole model; calls that need the other
     ranks are announced to them.
 
-    `parts.embedding` has the rows of the rank's token ids. Rank 0 alone runs trained parts such as
+    `outer.embedding` has the rows of the rank's token ids. Rank 0 alone runs trained parts such as
     exit layers, which are not split.
     """
 
@@ -256,10 +256,10 @@ class ShardedModel(NativeModel):
         shard: Shard,
         group: Group,
         layers: Sequence[ShardedLayer],
-        parts: NativeParts,
+        outer: OuterWeights,
         **options: Any,
     ) -> None:
-        super().__init__(shard.local, layers, parts, parts.norm.dtype, **options)
+        super().__init__(shard.local, layers, outer, outer.norm.dtype, **options)
         self.shard = shard
         self.group = group
         self.architecture = self.shape = shard.architecture
@@ -274,7 +274,7 @@ class ShardedModel(NativeModel):
 
     def forward(
         self,
-        layers: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerCall] | None = None,
         inputs: HiddenSource | None = None,
         *,
         taps: Sequence[int] = (),
@@ -336,7 +336,7 @@ class ShardedModel(NativeModel):
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Returns the embeddings [n, width] of token ids. Each rank adds the rows that it holds."""
-        table = self.parts.embedding
+        table = self.outer.embedding
         own = move(ids.flatten(), self.device) - self.shard.tokens.start
         rows = table.index_select(0, own.clamp(0, table.shape[0] - 1)).to(self.dtype)
         rows.masked_fill_(((own < 0) | (own >= table.shape[0]))[:, None], 0)
@@ -372,7 +372,7 @@ class SharedCache(KVBuffer):
     def run(
         self,
         sizes: tuple[int, int],
-        how: tuple[Sequence[LayerPart] | None, Sequence[int], bool],
+        how: tuple[Sequence[LayerCall] | None, Sequence[int], bool],
         forward_pass: ForwardPass,
         logits_to_keep: int,
         source: list[int] | Tensor,
@@ -440,7 +440,7 @@ def load_shard(
         files, _ = open_model(folder, name, architecture, device)
         factory = LinearFactory(device, dtype)
         gain = norm_gain(architecture, dtype, device)
-        parts = _tables(shard, files, factory, dtype, gain, group)
+        outer = _outer_weights(shard, files, factory, dtype, gain, group)
         files.close()
         (_, kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         layers = []
@@ -453,17 +453,17 @@ def load_shard(
             files.close()
             if not files.are_copied:
                 return_free_memory()
-    return ShardedModel(shard, group, layers, parts, norm_gain=gain, exact=exact)
+    return ShardedModel(shard, group, layers, outer, norm_gain=gain, exact=exact)
 
 
-def _tables(
+def _outer_weights(
     shard: Shard,
     files: WeightFiles,
     factory: LinearFactory,
     dtype: torch.dtype,
     gain: float,
     group: Group,
-) -> NativeParts:
+) -> OuterWeights:
     """Returns this rank's rows of the embedding and of the LM head, and the final norm."""
     architecture = shard.architecture
     own = shard.stored_tokens
@@ -479,4 +479,4 @@ def _tables(
         files.close()
         embedding = files.take(embedding_name)[own.start : own.stop]
     norm = final_norm(architecture, files.take, dtype, gain)
-    return NativeParts(embedding, norm, _gathered(head, architecture.vocab_size, group))
+    return OuterWeights(embedding, norm, _gathered(head, architecture.vocab_size, group))

@@ -25,7 +25,7 @@ from specgen.engine.forward_pass import (
     ForwardFunction,
     ForwardPass,
     HiddenSource,
-    LayerPart,
+    LayerCall,
     ModelOutput,
 )
 from specgen.engine.model import ModelShape, of_transformers
@@ -99,7 +99,7 @@ class TransformersModel:
 
     def forward(
         self,
-        layers: Sequence[LayerPart] | None = None,
+        layers: Sequence[LayerCall] | None = None,
         inputs: HiddenSource | None = None,
         *,
         taps: Sequence[int] = (),
@@ -260,7 +260,7 @@ class TransformersModel:
             why: str | None = f"its decoder has no {missing}"
         else:
             ids = [token % self.shape.vocab_size for token in (5, 9, 7, 3)]
-            run = self._layers_forward([LayerPart(index) for index in range(self.shape.num_layers)])
+            run = self._layers_forward([LayerCall(index) for index in range(self.shape.num_layers)])
             tokens = ForwardPass(Context(ids), NO_NODES, 0, len(ids), self.new_cache())
             given = {
                 "input_ids": torch.tensor([ids], device=self.device),
@@ -292,7 +292,7 @@ class TransformersModel:
 
     def _layers_forward(
         self,
-        layers: Sequence[LayerPart],
+        layers: Sequence[LayerCall],
         inputs: HiddenSource | None = None,
         *,
         with_head: bool = True,
@@ -303,7 +303,9 @@ class TransformersModel:
             getattr(self.module.config.get_text_config(), "layer_types", None)
             or [None] * self.shape.num_layers
         )
-        parts = [(_part(decoder.layers[part.layer], part), types[part.layer]) for part in layers]
+        called = [
+            (_without(decoder.layers[call.layer], call), types[call.layer]) for call in layers
+        ]
         cache_name = cache_argument(decoder.layers[0])
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
@@ -316,7 +318,7 @@ class TransformersModel:
             cache.steps = Steps(forward_pass, self.device)
             masks = self._masks.of_pass(forward_pass, attention_mask, self.dtype)
             rotary = decoder.rotary_emb(hidden, attention_mask.positions[None])
-            for layer, kind in parts:
+            for layer, kind in called:
                 mask = masks[str(kind)] if isinstance(masks, dict) else masks
                 options = {cache_name: cache, "position_embeddings": rotary, "use_cache": True}
                 hidden = layer(hidden, attention_mask=mask, **options)
@@ -550,10 +552,10 @@ def model_without_weights(config: Any, trust_remote_code: bool) -> Any | None:
         return None
 
 
-def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
+def _without(layer: nn.Module, call: LayerCall) -> nn.Module:
     """Returns `layer` without its attention or without its MLP, which is replaced by zeros; shares
     all weights with `layer`."""
-    if part.attention and part.mlp:
+    if call.attention and call.mlp:
         return layer
     if hasattr(layer, "_hf_hook"):  # a copy of a layer would still call the original
         raise SpecgenError(
@@ -561,7 +563,7 @@ def _part(layer: nn.Module, part: LayerPart) -> nn.Module:
             "Skip whole layers, or take --device cuda",
         )
     reduced = copy.copy(layer)
-    name = "mlp" if part.attention else "self_attn"
+    name = "mlp" if call.attention else "self_attn"
     if name not in layer._modules:
         raise SpecgenError(
             f"the target's layers have no {name} to skip",
