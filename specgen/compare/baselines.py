@@ -74,67 +74,58 @@ def run_baseline(
 ) -> dict[str, Any]:
     """Generates at most `limit` tokens once with the baseline `name`.
 
-    Returns what the summary line of a trace contains (except the text), computed from counted
-    forward passes. `seconds` is the wall-clock time, prefill included. `phase_seconds` is None,
-    because `generate` does not report how long drafting and verification took. Raises SpecgenError
-    if there is no draft model and the baseline needs one, or if torchrun has split the target, and
-    RunError if transformers fails.
+    Returns what the summary line of a trace contains, except the text. The counts come from counted
+    forward passes. `seconds` includes the prefill. `phase_seconds` is None, because `generate` does
+    not report how long drafting and verification took. Raises SpecgenError if the draft model is
+    missing that the baseline needs, or if torchrun has split the target, and RunError if
+    transformers fails.
     """
     import torch
-    from transformers.utils import logging
 
     from specgen.decoding.run import StopTexts
 
-    if (launched := launch()) is not None:
+    launched = launch()
+    if launched is not None:
         raise SpecgenError(
             f"{name} has to hold the whole target in one of {launched.ranks} processes",
             "Run without torchrun",
         )
-    needs_draft = BASELINES[name].needs_draft_model
-    if needs_draft and pair.draft is None:
-        raise BASELINES[name].without_part(None)
+    assistant = None
+    if BASELINES[name].needs_draft_model:
+        if pair.draft is None:
+            raise BASELINES[name].without_part(None)
+        assistant = pair.draft.transformers_module
     target = pair.target.transformers_module
-    assistant = pair.draft.transformers_module if needs_draft and pair.draft is not None else None
-    prompt = torch.tensor([prompt_ids], device=pair.target.device)
-    options = _tokenizers(pair, target, assistant) | {
-        "generation_config": _config(pair, limit, sampling)
-    }
     for module in filter(None, (target, assistant)):
-        # transformers would ask for a tokenizer; they are in `sampling`
+        # transformers would ask for a tokenizer; the stop strings are in `sampling`
         module.generation_config.stop_strings = None
     end = _StopText(
         lambda: StopTexts.of(sampling.stop, pair.tokenizer, prompt_ids), len(prompt_ids)
     )
+    options = _tokenizers(pair, target, assistant)
+    options["generation_config"] = _config(pair, limit, sampling)
+    options["assistant_model"] = assistant
     if sampling.stop:
         options["stopping_criteria"] = [end]
+    prompt = torch.tensor([prompt_ids], device=pair.target.device)
     torch.manual_seed(seed)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)  # no warnings about the generation config
     with (
+        _errors_of_transformers(),
         _counted(target) as target_passes,
         _configured(assistant, settings),
         _counted(assistant) as draft_passes,
     ):
         start = time.perf_counter()
-        try:
-            output = target.generate(
-                prompt, attention_mask=torch.ones_like(prompt), assistant_model=assistant, **options
-            )
-            # this copy waits until the device has finished
-            token_ids: list[int] = output[0, len(prompt_ids) :].tolist()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise RunError(
-                f"transformers refuses: {' '.join(str(error).split())[:160]}",
-                "Leave this method out",
-            ) from error
-        finally:
-            logging.set_verbosity(verbosity)
+        output = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        # this copy waits until the device has finished
+        token_ids: list[int] = output[0, len(prompt_ids) :].tolist()
         seconds = time.perf_counter() - start
-    token_ids = end.seen if end.is_reached_by(token_ids) else token_ids
+
+    if end.is_reached_by(token_ids):
+        token_ids = end.seen
     reason = "eos" if token_ids and token_ids[-1] in pair.target.eos_ids else "length"
-    passes, drafted = len(target_passes), len(draft_passes)
+    passes = len(target_passes)
+    drafted = len(draft_passes)
     return {
         "token_ids": token_ids,
         "finish_reason": "stop" if end.is_reached else reason,
@@ -147,12 +138,33 @@ def run_baseline(
     }
 
 
+@contextmanager
+def _errors_of_transformers() -> Iterator[None]:
+    """Raises RunError for any error of transformers inside the block, but for lack of memory. Shows
+    no warnings, such as those about the generation config."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"transformers refuses: {' '.join(str(error).split())[:160]}",
+            "Leave this method out",
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 class _StopText:
     """Ends transformers' generation after a stop text. `seen` has the new tokens up to the one that
     completes it.
 
-    `make` makes what finds the stop texts. Some versions of transformers also ask for drafts, which
-    may be rejected.
+    `make` makes what finds the stop texts: again after each draft that was rejected, about which
+    some versions of transformers ask, too.
     """
 
     def __init__(self, make: Callable[[], StopTexts | None], prompt_length: int) -> None:
@@ -183,21 +195,20 @@ def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any
     """Returns the options of `generate` for a draft model whose tokenizer differs from the
     target's; empty if it does not.
 
-    Raises SpecgenError if the tokenizers differ but the vocabularies have the same size:
-    transformers then takes the tokenizers for the same one, without looking at them, and refuses a
-    second one.
+    Raises SpecgenError if they differ but the vocabularies have the same size: transformers then
+    takes them for the same one without looking, and refuses a second one.
     """
     from specgen.engine.text.translation import same_tokens
 
     if pair.draft is None or assistant is None or same_tokens(pair.tokenizer, pair.draft.tokenizer):
         return {}
-    size, other = (model.config.get_text_config().vocab_size for model in (target, assistant))
-    if size == other:
-        message = (
+    size = target.config.get_text_config().vocab_size
+    if assistant.config.get_text_config().vocab_size == size:
+        raise SpecgenError(
             f"transformers takes two vocabularies of the same size ({size:,}) for "
-            "one, and these differ"
+            "one, and these differ",
+            "Leave transformers-assisted out",
         )
-        raise SpecgenError(message, "Leave transformers-assisted out")
     from transformers import AutoTokenizer
 
     folders = {"tokenizer": pair.target.folder, "assistant_tokenizer": pair.draft.folder}
@@ -205,56 +216,54 @@ def _tokenizers(pair: Pair, target: Any, assistant: Any | None) -> dict[str, Any
 
 
 def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
-    """Makes the GenerationConfig for at most `limit` new tokens with the parameters of `sampling`.
-    It sets every field that transformers would otherwise take from the model's own generation
-    config."""
+    """Returns the GenerationConfig for at most `limit` new tokens. It sets every field that
+    transformers would otherwise take from the model's own generation config."""
     from transformers import GenerationConfig
 
-    ends = [-1] if sampling.ignore_eos else sorted(pair.target.eos_ids) or [-1]
+    eos_ids = [] if sampling.ignore_eos else sorted(pair.target.eos_ids)
+    eos_ids = eos_ids or [-1]
     # transformers warns about sampling fields in greedy decoding
-    drawn: dict[str, Any] = {"do_sample": False}
+    fields: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
-        drawn = {
+        fields = {
             "do_sample": True,
             "temperature": float(sampling.temperature),
             "top_p": float(sampling.top_p),
-        }
-        drawn |= {
             "top_k": int(sampling.top_k),
             "min_p": sampling.min_p,
             "typical_p": 1.0,
             "epsilon_cutoff": 0.0,
             "eta_cutoff": 0.0,
         }
-    if (penalty := pair.target.generation.repetition_penalty) is not None:
-        drawn["repetition_penalty"] = penalty
+    penalty = pair.target.generation.repetition_penalty
+    if penalty is not None:
+        fields["repetition_penalty"] = penalty
     return GenerationConfig(
         max_new_tokens=limit,
-        eos_token_id=ends,
-        pad_token_id=max(ends[0], 0),
+        eos_token_id=eos_ids,
+        pad_token_id=max(eos_ids[0], 0),
         use_cache=True,
-        **drawn,
+        **fields,
     )
 
 
 @contextmanager
 def _configured(draft: Any | None, settings: Mapping[str, Value]) -> Iterator[None]:
-    """Applies the baseline's settings to the draft model (transformers' own model) inside the
-    block, in its generation config: transformers reads them only there."""
+    """Applies the baseline's settings to the draft model inside the block, in its generation
+    config: transformers reads them only there."""
     if draft is None:
         yield
         return
     from transformers import GenerationConfig
 
     before = draft.generation_config
-    own = {
-        "num_assistant_tokens": settings["k"] or None,
-        "num_assistant_tokens_schedule": settings["schedule"] or None,
-        "assistant_confidence_threshold": settings["threshold"]
-        if float(settings["threshold"]) >= 0
-        else None,
-    }
-    changes = {name: value for name, value in own.items() if value is not None}
+    changes = {}
+    if settings["k"]:
+        changes["num_assistant_tokens"] = settings["k"]
+    if settings["schedule"]:
+        changes["num_assistant_tokens_schedule"] = settings["schedule"]
+    if float(settings["threshold"]) >= 0:
+        changes["assistant_confidence_threshold"] = settings["threshold"]
     draft.generation_config = GenerationConfig(**{**before.to_diff_dict(), **changes})
     try:
         yield

@@ -18,9 +18,9 @@ EVERY = "all"
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A method and its settings as given on the command line. `written` is the original text, which
-    identifies the method in results. `tuned_on` are the fingerprints of the prompts on which
-    `specgen tune` chose these settings; None if the settings are not from a profile."""
+    """A method and its settings. `written` is the text on the command line, which identifies the
+    method in results. `tuned_on` are the fingerprints of the prompts on which `specgen tune` chose
+    these settings; None if they are not from a profile."""
 
     written: str
     choice: Choice
@@ -36,14 +36,13 @@ class MethodSpec:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the method is one of transformers' own (`transformers`,
-        `transformers-assisted`)."""
+        """Whether the method is one of transformers' own."""
         return self.name in BASELINES
 
     @property
     def resolved(self) -> dict[str, Value]:
-        """All settings with which the method runs, those that were not given with their defaults;
-        `policy` where it has a choice of policies."""
+        """All settings with which the method runs, defaults included; with `policy` where it has a
+        choice of policies."""
         method = self.choice.method
         return self.choice.settings.as_dict(with_policy=method.any_policy)
 
@@ -78,7 +77,10 @@ def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     specgen method but yardsticks (slow methods that only serve as a reference). Plain decoding
     always comes first; a method that is given twice is kept once. Raises as `parse_spec`."""
     every = [method.name for method in METHODS.values() if not method.tuning.is_yardstick]
-    names = [REFERENCE, *(() if texts else methods.USUAL)]
-    for part in (part.strip() for text in texts for part in text.split(",")):
-        names += every if part == EVERY else [part]
-    return [parse_spec(name) for name in dict.fromkeys(names)]
+    written = [REFERENCE]
+    if not texts:
+        written += methods.USUAL
+    for text in texts:
+        for part in map(str.strip, text.split(",")):
+            written += every if part == EVERY else [part]
+    return [parse_spec(method) for method in dict.fromkeys(written)]

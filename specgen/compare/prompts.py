@@ -25,10 +25,9 @@ _PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{arti
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, or one turn of a question with several turns. `index` is the turn's number in the
-    whole file, from 0. `previous_turns` are the user's texts in the earlier turns of the same
-    question. `for_tuning`: the file gives the prompt to `specgen tune`, so that comparisons leave
-    it out."""
+    """A prompt, or one turn of a question with several turns. `index` is its number in the whole
+    file, from 0, each turn counted. `previous_turns` are the user's texts in the earlier turns of
+    the question. `for_tuning`: it is for `specgen tune`, so that comparisons leave it out."""
 
     index: int
     text: str
@@ -70,10 +69,10 @@ def load_prompts(
     all_turns: bool = False,
     for_tuning: bool | None = False,
 ) -> list[Prompt]:
-    """Returns the prompts in the file `path` (None: `examples.yaml`), only those of `category` if
-    it is not None. `limit` keeps at most so many questions, picked from the categories in turn.
+    """Returns the prompts in the file `path` (None: `examples.yaml`).
 
-    With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn.
+    `category` keeps only its questions, `limit` at most so many, picked from the categories in
+    turn. With `all_turns` each turn of a question becomes a prompt, otherwise only the first turn.
     Questions with `tuning: true` are for `specgen tune`, the others for comparisons: returns the
     former if `for_tuning` and there are any, otherwise the latter; all of them if `for_tuning` is
     None. Raises SpecgenError if no prompt is left, and for a mistake in the file, which the message
@@ -86,11 +85,11 @@ def load_prompts(
             f"{path} holds no prompts", f"Write some: the top of {examples_file()} shows how"
         )
     if category is not None:
-        known = list(dict.fromkeys(turns[0].category for turns in questions))
-        if category not in known:
-            hint = f"It has {', '.join(known[:20])}"
+        categories = list(dict.fromkeys(turns[0].category for turns in questions))
+        if category not in categories:
             raise SpecgenError(
-                f"{path} has no category {category!r}{nearest(category, known)}", hint
+                f"{path} has no category {category!r}{nearest(category, categories)}",
+                f"It has {', '.join(categories[:20])}",
             )
         questions = [turns for turns in questions if turns[0].category == category]
     own = [turns for turns in questions if for_tuning in (None, turns[0].for_tuning)]
@@ -100,8 +99,10 @@ def load_prompts(
             f"{chosen} has only prompts for tuning", "Write some without `tuning: true`"
         )
     questions = own or questions
-    kept = questions if limit is None else _in_turn(questions, limit)
-    return [prompt for turns in kept for prompt in (turns if all_turns else turns[:1])]
+    prompts = list[Prompt]()
+    for turns in questions if limit is None else _in_turn(questions, limit):
+        prompts += turns if all_turns else turns[:1]
+    return prompts
 
 
 def _forms() -> str:
@@ -110,8 +111,8 @@ def _forms() -> str:
 
 
 def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
-    """Picks `limit` questions, each a list of turns: the first question of each category, then the
-    second of each category, and so on. Returns them in the file's order."""
+    """Picks `limit` questions: the first of each category, then the second of each, and so on.
+    Returns them in the file's order."""
     by_category: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
     for turns in questions:
         by_category[turns[0].category].append(turns)
@@ -142,18 +143,19 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
             )
             raise SpecgenError(f"{where}: the prompt is a placeholder of SPEED-Bench", hint)
         category = UNCATEGORISED if question.category in (None, "") else str(question.category)
-        given = question.question_id if question.id is None else question.id
-        more = "" if given is None else str(given), bool(question.tuning)
+        number = question.question_id if question.id is None else question.id
+        name = "" if number is None else str(number)
+        for_tuning = bool(question.tuning)
         yield [
-            Prompt(first + turn, text, category, more[0], texts[:turn], more[1])
+            Prompt(first + turn, text, category, name, texts[:turn], for_tuning)
             for turn, text in enumerate(texts)
         ]
         first += len(texts)
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields each entry of the file unchecked, as JSON, after its position: the file and `line 3`
-    or `prompt 3`."""
+    """Yields for each entry of the file its position, such as `FILE, line 3` or `FILE, prompt 3`,
+    and the entry as JSON, unchecked."""
     is_lines = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
     text = schema.read_text(
         path, "prompts", "Name a YAML or JSONL file", LARGEST_JSONL if is_lines else LARGEST_YAML
@@ -173,7 +175,5 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
             f"Write a list under `prompts:`, as {examples_file()} does",
         )
     for number, entry in enumerate(entries, start=1):
-        yield (
-            f"{path}, prompt {number}",
-            json.dumps({"prompt": entry} if isinstance(entry, str) else entry, default=str),
-        )
+        question = {"prompt": entry} if isinstance(entry, str) else entry
+        yield f"{path}, prompt {number}", json.dumps(question, default=str)

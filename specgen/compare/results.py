@@ -33,7 +33,7 @@ LEVEL = 0.95
 NOT_RUN = "not run"
 # with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
 FEW_PROMPTS = 5
-# tokens in a timed pass; the widths between are interpolated
+# tokens in a timed pass; times of other widths are interpolated
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 NO_PREDICTION = {"eq14": None, "pass_costs": None}
 Key = tuple[str, int, int]  # method as written, prompt index, repeat
@@ -60,11 +60,9 @@ class BenchmarkConfig:
     def tuned_on(self, spec: MethodSpec) -> int | None:
         """Returns on how many of the prompts `specgen tune` chose the method's settings; None if
         they are not from a profile."""
-        return (
-            None
-            if spec.tuned_on is None
-            else sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
-        )
+        if spec.tuned_on is None:
+            return None
+        return sum(prompt.fingerprint in spec.tuned_on for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,9 @@ class Run:
     """One finished generation for one prompt by one method.
 
     `line` is its summary line as in a trace, with `drafts` (the number of rounds with a draft).
-    `draft_lengths` has the number of drafted tokens of each round (one target pass). It is None if
-    some drafts were not single chains or were made during target passes (PEARL), or if no rounds
-    are known. `branches`: some drafts were trees or several chains.
+    `branches`: some drafts were trees or several chains. `draft_lengths` has the number of drafted
+    tokens of each round; None with such drafts, with drafts that were made during target passes
+    (PEARL), and without rounds.
     """
 
     line: Mapping[str, Any]
@@ -83,20 +81,15 @@ class Run:
 
     @classmethod
     def of(cls, traced: TracedRun) -> Run:
-        """Returns the Run of a run as read from a trace, which must have its summary line."""
+        """Returns a run that was read from a trace, which must have its summary line."""
         assert traced.summary is not None
-        rounds = [each.round for each in traced.rounds]
+        rounds = [traced_round.round for traced_round in traced.rounds]
         branches = not all(round_.draft.is_chain for round_ in rounds)
-        in_turn = (
-            rounds
-            and not branches
-            and all(round_.mode in ("prefill", "sequential") for round_ in rounds)
-        )
-        return cls(
-            traced.summary,
-            tuple(len(round_.draft.tokens) for round_ in rounds) if in_turn else None,
-            branches,
-        )
+        in_turn = all(round_.mode in ("prefill", "sequential") for round_ in rounds)
+        draft_lengths = None
+        if rounds and in_turn and not branches:
+            draft_lengths = tuple(len(round_.draft.tokens) for round_ in rounds)
+        return cls(traced.summary, draft_lengths, branches)
 
     @property
     def seconds(self) -> float:
@@ -111,9 +104,8 @@ class Run:
 class Results:
     """What a comparison has measured so far.
 
-    `runs` and `differences` have the key (method as written, prompt index, repeat). `differences`
-    says where a greedy output first differs from plain decoding's. `failures` maps each method that
-    cannot run to its error.
+    `differences` says where a greedy output first differs from plain decoding's. `failures` has the
+    error of each method, as written, that cannot run.
     """
 
     config: BenchmarkConfig
@@ -122,12 +114,12 @@ class Results:
     failures: dict[str, SpecgenError] = field(default_factory=dict)
     # for each method its first run of the first prompt, to display
     examples: dict[str, TracedRun] = field(default_factory=dict)
-    # indices of later turns (as prompts) that were too long
+    # indices of the prompts that are later turns and were too long
     skipped: set[int] = field(default_factory=set)
 
     def complete_repeats(self) -> set[tuple[int, int]]:
-        """Returns the (prompt index, repeat) pairs that all methods have run, apart from methods
-        that failed. Only these are used, so that all methods are compared on the same prompts."""
+        """Returns the (prompt index, repeat) pairs that all methods but those that failed have run.
+        Only these count, so that all methods are compared on the same prompts."""
         running = [spec.written for spec in self.config.specs if spec.written not in self.failures]
         repeats = {(prompt, repeat) for _, prompt, repeat in self.runs}
         return {
@@ -135,22 +127,20 @@ class Results:
         }
 
     def medians(self) -> dict[str, dict[int, Run]]:
-        """Returns, for each method as written on the command line, one run for each prompt index:
-        the one with the median time among the complete repeats (the lower of the two middle ones if
-        their number is even)."""
+        """Returns, by method as written and by prompt index, the run with the median time of the
+        complete repeats; of two middle ones the faster."""
         repeats = sorted(self.complete_repeats())
-        found = {}
+        medians = {}
         for spec in self.config.specs:
             runs: dict[int, list[Run]] = {}
             for index, repeat in repeats:
                 if (spec.written, index, repeat) in self.runs:
                     runs.setdefault(index, []).append(self.runs[spec.written, index, repeat])
-            medians = {
+            medians[spec.written] = {
                 index: sorted(own, key=lambda run: run.seconds)[(len(own) - 1) // 2]
                 for index, own in runs.items()
             }
-            found[spec.written] = medians
-        return found
+        return medians
 
     def label(self, prompt_index: int) -> str:
         return next(prompt.label for prompt in self.config.prompts if prompt.index == prompt_index)
@@ -164,11 +154,10 @@ class MethodResult:
 
     `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high`
     are the ends of its 95 % confidence interval. All three are None if they cannot be computed.
-    `differences` are the first differences between the method's outputs and plain decoding's. It is
-    None if outputs are not compared: when sampling, and for lossy methods. `branches`: some drafts
-    were trees or several chains. `by_category` has one MethodResult for each category of the
-    prompts. `predicted` are predicted speedups by the names in `with_predictions`, each None where
-    it cannot be known; None if no predictions were requested.
+    `differences` are the first differences between its outputs and plain decoding's; None if they
+    are not compared: when sampling, and for lossy methods. `branches`: some drafts were trees or
+    several chains. `by_category` has a result for each category of the prompts. `predicted` has the
+    speedups of `with_predictions`; None if they were not requested.
     """
 
     spec: MethodSpec
@@ -201,14 +190,12 @@ class MethodResult:
     @property
     def broken(self) -> Difference | None:
         """The first difference from plain decoding's output that rounding does not explain, which a
-        lossless method must not have. None if there is none."""
-        return next(
-            (difference for difference in self.differences or () if difference.is_broken), None
-        )
+        lossless method must not have; None if there is none."""
+        broken = (difference for difference in self.differences or () if difference.is_broken)
+        return next(broken, None)
 
     def rows(self, *, by_category: bool) -> list[MethodResult]:
-        """The rows of a table: the method's over all prompts, then with `by_category` one for each
-        category."""
+        """The rows of a table: this one, and with `by_category` one for each category."""
         return [self, *(self.by_category if by_category else ())]
 
 
@@ -219,28 +206,30 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
     repeats = results.complete_repeats()
     medians = results.medians()
     reference = medians[REFERENCE]
-    made = []
+    methods = []
     for spec in config.specs:
         own = medians[spec.written]
         failure = results.failures.get(spec.written)
         if failure is not None or not own:
-            made.append(MethodResult(spec, Figures(spec.name), failure=failure))
+            methods.append(MethodResult(spec, Figures(spec.name), failure=failure))
             continue
-        found = sorted(results.differences.items())
+
         differences = [
-            difference for key, difference in found if key[0] == spec.written and key[1:] in repeats
+            difference
+            for (written, *repeat), difference in sorted(results.differences.items())
+            if written == spec.written and tuple(repeat) in repeats
         ]
         compared = differences if config.sampling.greedy and spec.lossless else None
-        parts: dict[str, dict[int, Run]] = {"": own}
+        categories: dict[str, dict[int, Run]] = {"": own}
         for prompt in config.prompts:
             if prompt.index in own:
-                parts.setdefault(prompt.category, {})[prompt.index] = own[prompt.index]
+                categories.setdefault(prompt.category, {})[prompt.index] = own[prompt.index]
         whole, *by_category = [
-            _result(spec, part, reference, compared, resamples, name)
-            for name, part in parts.items()
+            _result(spec, runs, reference, compared, resamples, category)
+            for category, runs in categories.items()
         ]
-        made.append(replace(whole, by_category=by_category))
-    return made
+        methods.append(replace(whole, by_category=by_category))
+    return methods
 
 
 def _result(
@@ -251,13 +240,10 @@ def _result(
     resamples: int,
     category: str,
 ) -> MethodResult:
-    """Computes a method's numbers over the prompts of `own`, which maps prompt indices to the
-    method's runs.
+    """Computes a method's numbers over the prompts of `own`, its runs by prompt index.
 
-    `reference` maps prompt indices to plain decoding's runs. `differences` are the differences
-    between the method's outputs and plain decoding's, None if outputs are not compared. Both may
-    also cover prompts that are not in `own`; these are ignored. `resamples` is the number of
-    bootstrap samples for the confidence interval of the speedup.
+    `reference` has plain decoding's runs by prompt index, `differences` those of the method's
+    outputs, None if outputs are not compared. Other prompts than those of `own` are ignored.
     """
     summary = Figures(spec.name)
     for run in own.values():
@@ -282,13 +268,13 @@ def _result(
 def speedup_interval(
     pairs: Sequence[tuple[int, float, int, float]], resamples: int
 ) -> tuple[float | None, float | None, float | None]:
-    """Returns the speedup (a method's tokens per second divided by plain decoding's) and the low
-    and high end of its 95 % confidence interval.
+    """Returns the speedup (a method's tokens per second divided by plain decoding's) and both ends
+    of its 95 % confidence interval.
 
-    `pairs` has one tuple per prompt: tokens and seconds of the method, tokens and seconds of plain
-    decoding. The interval is a percentile bootstrap over prompts with `resamples` samples and a
-    fixed seed. Its ends are None with fewer than two prompts. All three are None without prompts,
-    if a run took no time, or if plain decoding generated no token.
+    `pairs` has for each prompt the tokens and seconds of the method, and those of plain decoding.
+    The interval is a percentile bootstrap over prompts with `resamples` samples and a fixed seed;
+    None with fewer than two prompts. All three are None without prompts, if a run took no time, or
+    if plain decoding generated no token.
     """
     import numpy as np
 
@@ -308,47 +294,41 @@ def _ratio(sums: Any) -> Any:
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """Returns the results sorted into this order: plain decoding, lossless methods (fastest first),
-    methods with a wrong output although they should be lossless, lossy methods (fastest first),
-    methods that did not run."""
+    """Returns the results in this order: plain decoding, lossless methods, methods with a wrong
+    output although they should be lossless, lossy methods, methods that did not run; of each kind
+    the fastest first."""
 
-    def position(result: MethodResult) -> tuple[int, float]:
+    def group(result: MethodResult) -> int:
         if result.is_reference:
-            return 0, 0.0
-        kind = (
-            4
-            if not result.prompts
-            else 3
-            if not result.spec.lossless
-            else 2
-            if result.broken
-            else 1
-        )
-        return kind, -(result.speedup or 0.0)
+            return 0
+        if not result.prompts:
+            return 4
+        if not result.spec.lossless:
+            return 3
+        return 2 if result.broken else 1
 
-    return sorted(results, key=position)
+    return sorted(results, key=lambda result: (group(result), -(result.speedup or 0.0)))
 
 
 def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """The methods that can be the best one, fastest first: lossless, with a measured speedup and
-    without wrong output. Plain decoding is not among them."""
+    """The methods that can be the best one, fastest first: those that are lossless and have a
+    speedup and no wrong output, but not plain decoding."""
     return [
-        each
-        for each in ranked(results)
-        if each.spec.lossless and not each.broken and not each.is_reference and each.speedup
+        result
+        for result in ranked(results)
+        if result.spec.lossless and not result.broken and not result.is_reference and result.speedup
     ]
 
 
 def best(results: Sequence[MethodResult]) -> MethodResult | None:
-    """Returns the fastest lossless method whose output was right, None if there is none. Plain
-    decoding does not count."""
+    """Returns the first of the `candidates`; None if there are none."""
     return next(iter(candidates(results)), None)
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
-    """Returns the methods, other than the best one `top`, that may be just as fast: those whose
-    speedup's 95 % confidence interval reaches the speedup of `top`. With fewer than `FEW_PROMPTS`
-    prompts intervals are not reliable: then none."""
+    """Returns the methods that may be as fast as the best one, `top`: their 95 % confidence
+    intervals reach its speedup. With fewer than `FEW_PROMPTS` prompts intervals are not reliable:
+    then none."""
     if too_few_prompts(top):
         return []
     others = (result for result in candidates(results) if result is not top)
@@ -360,11 +340,9 @@ def too_few_prompts(result: MethodResult) -> str:
     interval; empty if it has one."""
     if result.prompts == 1:
         return "One prompt gives no interval."
-    return (
-        f"{result.prompts} prompts are too few for a reliable interval."
-        if result.prompts < FEW_PROMPTS
-        else ""
-    )
+    if result.prompts >= FEW_PROMPTS:
+        return ""
+    return f"{result.prompts} prompts are too few for a reliable interval."
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
@@ -376,39 +354,32 @@ def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:
             continue
         reason = "not measured yet"
         if result.failure is not None:
-            # the advice to take other methods
-            said = str(result.failure).removesuffix(WITHOUT_A_DRAFT)
-            reason = f"{NOT_RUN}: {said.removeprefix(f'{result.spec.name} ')}"
+            # without the advice to take other methods
+            failure = str(result.failure).removesuffix(WITHOUT_A_DRAFT)
+            reason = f"{NOT_RUN}: {failure.removeprefix(f'{result.spec.name} ')}"
         reasons.setdefault(reason, []).append(result.spec.written)
     return [(names, reason) for reason, names in reasons.items()]
 
 
 def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
-    """Measures the seconds of single forward passes of both models: `draft` of one draft pass over
-    one token (None without a draft model), and `target` of target passes, by the number of tokens
-    in the pass.
+    """Measures the seconds of single forward passes: `draft` of a draft pass over one token (None
+    without a draft model), and `target` of target passes by their number of tokens, up to what the
+    longest draft in the comparison needed.
 
     Passes follow a context of typical length: the prompts' median of tokens, plus half of plain
-    decoding's mean answer. The target is timed with different numbers of tokens per pass, up to
-    what the longest draft in the comparison needed.
+    decoding's mean answer.
     """
     from specgen.engine.model_runner import time_passes
 
-    widest = (
-        max(
-            (length for run in results.runs.values() for length in run.draft_lengths or ()),
-            default=0,
-        )
-        + 1
-    )
+    runs = results.runs
+    longest_draft = max((max(run.draft_lengths or (0,)) for run in runs.values()), default=0)
+    widest = longest_draft + 1
     widths = sorted({*(width for width in WIDTHS if width <= widest), widest})
-    answer = fmean(
-        run.tokens for (written, _, _), run in results.runs.items() if written == REFERENCE
-    )
-    context = int(
-        median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts)
-        + answer / 2
-    )
+
+    prompt = median(len(pair.tokenizer.encode(prompt.text)) for prompt in results.config.prompts)
+    answer = fmean(run.tokens for (written, _, _), run in runs.items() if written == REFERENCE)
+    context = int(prompt + answer / 2)
+
     runners = pair.models.with_draft_model() or pair.models.plain()
     target = runners.target
     draft = runners.draft
@@ -417,14 +388,13 @@ def measure_costs(pair: Pair, results: Results) -> dict[str, Any]:
 
 
 def with_predictions(
-    made: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]
+    methods: Sequence[MethodResult], results: Results, costs: Mapping[str, Any]
 ) -> list[MethodResult]:
-    """Returns copies of the method results `made` with their `predicted` speedups.
+    """Returns the methods with their `predicted` speedups, of the same runs as the measured ones.
 
     `costs` are the seconds of single passes, from `measure_costs`. `eq14` is by EESD's formula (Eq.
     14), from these and the acceptance. `pass_costs` divides the summed costs of plain decoding's
-    passes by those of all passes in the method's rounds. The predictions use the same runs (one
-    generation per prompt) as the measured speedups. Both are None where drafts were not single
+    passes by those of all passes in the method's rounds. Both are None where drafts were not single
     chains, were made during target passes, or have unknown lengths.
     """
     medians = results.medians()
@@ -433,8 +403,8 @@ def with_predictions(
         for index, run in medians[REFERENCE].items()
     }
     return [
-        replace(each, predicted=_predicted(each, medians[each.spec.written], costs, prefill))
-        for each in made
+        replace(method, predicted=_predicted(method, medians[method.spec.written], costs, prefill))
+        for method in methods
     ]
 
 
@@ -455,19 +425,19 @@ def _predicted(
         or any(run.draft_lengths is None for run in runs.values())
     ):
         return NO_PREDICTION
-    draft_seconds = (
-        summary.phase_seconds["draft"] + summary.phase_seconds["policy"]
-    ) / summary.drafted
+    drafting = summary.phase_seconds["draft"] + summary.phase_seconds["policy"]
+    draft_seconds = drafting / summary.drafted
     if result.spec.choice.method.needs_draft_model and costs["draft"] is not None:
         draft_seconds = costs["draft"]
-    plain = speculative = 0.0
+
+    plain = 0.0
+    speculative = 0.0
     for index, run in runs.items():
         lengths = run.draft_lengths or ()
         plain += prefill[index] + (run.tokens - 1) * target_pass(1)
         speculative += prefill[index] + sum(
             length * draft_seconds + target_pass(length + 1) for length in lengths[1:]
         )
-    formula = eesd_speedup(
-        rate, share, target_pass(1) / draft_seconds if draft_seconds else math.inf
-    )
+    ratio = target_pass(1) / draft_seconds if draft_seconds else math.inf
+    formula = eesd_speedup(rate, share, ratio)
     return {"eq14": formula, "pass_costs": plain / speculative if speculative else None}

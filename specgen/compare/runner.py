@@ -44,16 +44,17 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
     from specgen.traces.writer import TraceWriter
 
-# what `compare` adds to the lines of a trace, and what results need of them
+# keys that `compare` adds to the lines of a trace, and those that results need
 _OF_START = ("spec", "prompt_index", "repeat")
 _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedComparison:
-    """The finished runs in the trace `path`, each as it was recorded and as a result. A recorded
-    run has its rounds only if it is a method's first run on the trace's first prompt. `end` is the
-    byte offset after the last complete line, where a resumed comparison continues to write."""
+    """The finished runs in the trace `path`, each as it was recorded and as a result. Of the
+    recorded ones only those of the first repeat on the trace's first prompt keep their rounds.
+    `end` is the byte offset after the last complete line, where a resumed comparison continues to
+    write."""
 
     path: Path
     runs: Sequence[tuple[TracedRun, Run]]
@@ -65,12 +66,8 @@ class RecordedComparison:
 
         Raises SpecgenError for a method that does not exist.
         """
-        return [
-            parse_spec(name)
-            for name in dict.fromkeys(
-                [REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)]
-            )
-        ]
+        written = [REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)]
+        return [parse_spec(method) for method in dict.fromkeys(written)]
 
     def has(self, figure: str) -> bool:
         """Whether any run's summary line has a value for the key `figure`, such as `perplexity`."""
@@ -86,10 +83,9 @@ def read_comparison(path: Path) -> RecordedComparison:
         end = traced.end
         summary = traced.summary
         finished = summary is not None and traced.finish_reason != "interrupted"
-        missing = [name for name in _OF_START if traced.start.get(name) is None]
-        missing += [
-            name for name in _OF_SUMMARY if finished and summary is not None and name not in summary
-        ]
+        missing = [key for key in _OF_START if traced.start.get(key) is None]
+        if finished and summary is not None:
+            missing += [key for key in _OF_SUMMARY if key not in summary]
         if missing:
             where = f"{path}, the run on line {traced.first_line:,}"
             raise SpecgenError(
@@ -99,9 +95,8 @@ def read_comparison(path: Path) -> RecordedComparison:
         if not finished:
             continue
         run = Run.of(traced)
-        if traced.start["repeat"] or (
-            runs and traced.start["prompt_index"] != runs[0][0].start["prompt_index"]
-        ):
+        first_prompt = runs[0][0].start["prompt_index"] if runs else traced.start["prompt_index"]
+        if traced.start["repeat"] or traced.start["prompt_index"] != first_prompt:
             traced.rounds.clear()
         runs.append((traced, run))
     return RecordedComparison(path, runs, end)
@@ -109,9 +104,9 @@ def read_comparison(path: Path) -> RecordedComparison:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkStep:
-    """The progress of a comparison before its next run (one generation for one prompt). `spec` and
-    `prompt` are the method and the prompt of this run, None at the end. `done` and `total` count
-    runs. `seconds_left` is an estimate from the runs so far, None if there are none."""
+    """The progress of a comparison before its next run. `spec` and `prompt` are the method and the
+    prompt of this run, None at the end. `done` and `total` count runs. `seconds_left` is an
+    estimate from the runs so far, None if there are none."""
 
     spec: MethodSpec | None
     prompt: Prompt | None
@@ -137,11 +132,9 @@ class Runner:
         self.config = config
         self._trace = trace
         self.results = Results(config)
-        # after it, by `time.perf_counter`, no other prompt is begun
-        self.deadline = math.inf
-        self.is_cut = False
-        # the most that a warm-up run generates
-        self.warm_up_tokens = config.sampling.max_new_tokens
+        self.deadline = math.inf  # of `time.perf_counter`; no prompt is begun after it
+        self.is_cut = False  # whether the deadline ended the comparison
+        self.warm_up_tokens = config.sampling.max_new_tokens  # the most of a warm-up run
         seed = config.sampling.seed
         self._seed = secrets.randbits(32) if seed is None else seed
         self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
@@ -170,17 +163,15 @@ class Runner:
         """Adds recorded runs to the results, and takes over their seeds for all methods on the same
         prompt and repeat.
 
-        Runs of methods, prompts or repeats that this comparison does not include are skipped.
-        Raises SpecgenError if a run was made with other models, sampling parameters or versions, or
-        with another text of its prompt.
+        Runs of other methods, prompts or repeats than this comparison's are skipped. Raises
+        SpecgenError if a run was made with other models, sampling parameters or versions, or with
+        another text of its prompt.
         """
         specs = {spec.written: spec for spec in self.config.specs}
         prompts = {prompt.index: prompt for prompt in self.config.prompts}
-        # plain decoding's runs are added first, because other methods' outputs are compared with
-        # its outputs
-        for traced, run in sorted(
-            recorded.runs, key=lambda pair: pair[0].start["spec"] != REFERENCE
-        ):
+        # plain decoding's runs first: other methods' outputs are compared with its outputs
+        runs = sorted(recorded.runs, key=lambda run: run[0].start["spec"] != REFERENCE)
+        for traced, run in runs:
             start = traced.start
             self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
             spec = specs.get(start["spec"])
@@ -206,21 +197,23 @@ class Runner:
         """
         target = self.pair.target
         sampling = asdict(self.config.sampling)
-        now = {
+        models = {
             "target": target.name,
             "device": str(target.device),
             "dtype": target.dtype_name,
-        } | sampling
-        for name, value in now.items():
+        }
+        for name, value in (models | sampling).items():
             if name not in ("seed", "stop") and before.get(name) != value:
                 option = "-n" if name == "max_new_tokens" else f"--{name.replace('_', '-')}"
                 message = f"{path} was made with {option} {before.get(name)}, and now it is {value}"
                 raise SpecgenError(message, f"Give the same {option}, or start a new trace")
         for name, version in versions().items():
-            older = before["versions"].get(name, "unknown")
-            if older != version:
-                message = f"{path} was made with version {older} of {name}, and now it is {version}"
-                raise SpecgenError(message, "Start a new trace: name another file")
+            recorded = before["versions"].get(name, "unknown")
+            if recorded != version:
+                raise SpecgenError(
+                    f"{path} was made with version {recorded} of {name}, and now it is {version}",
+                    "Start a new trace: name another file",
+                )
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids. For a later turn of a question these contain the earlier
@@ -245,34 +238,16 @@ class Runner:
         not repeated. Raises SpecgenError, after the warm-up runs, if no method but plain decoding
         can run."""
         todo = self._missing(self.config.specs)
-        prompts = self.config.prompts
-        new = min(self.config.sampling.max_new_tokens, RESERVED)
-        encode = self.pair.tokenizer.encode
-        lengths = [
-            len(self.prompt_ids(prompt)) + new for prompt in prompts if not prompt.previous_turns
-        ]
-        for prompt in prompts:  # later turns follow answers that are not known yet
-            if prompt.previous_turns:
-                lengths.append(
-                    sum(len(encode(text)) + new for text in (*prompt.previous_turns, prompt.text))
-                )
-        self.pair.reserve(min(max(lengths), self.pair.target.context_limit))
-
-        def step(
-            done: int,
-            spec: MethodSpec | None = None,
-            prompt: Prompt | None = None,
-            warming_up: bool = False,
-        ) -> BenchmarkStep:
-            # the methods take turns
-            seconds_left = (len(todo) - done) * fmean(self._seconds) if self._seconds else None
-            return BenchmarkStep(spec, prompt, warming_up, done, len(todo), seconds_left)
-
+        total = len(todo)
+        first_prompt = self.config.prompts[0]
+        self._reserve()
         for spec in {spec.written: spec for spec, _, _ in todo}.values():
-            yield step(0, spec, prompts[0], warming_up=True)
-            self._attempt(spec, prompts[0], 0, self.warm_up_tokens)
+            left = self._seconds_of(total)
+            yield BenchmarkStep(spec, first_prompt, True, done=0, total=total, seconds_left=left)
+            self._attempt(spec, first_prompt, 0, self.warm_up_tokens)
         self._check_that_one_can_run()
-        for position, (spec, prompt, repeat) in enumerate(todo):
+
+        for done, (spec, prompt, repeat) in enumerate(todo):
             if (
                 time.perf_counter() > self.deadline
                 and spec is self.config.specs[0]
@@ -282,20 +257,42 @@ class Runner:
                 break
             if self._is_ruled_out(spec, prompt):
                 continue
-            yield step(position, spec, prompt)
+            left = self._seconds_of(total - done)
+            yield BenchmarkStep(spec, prompt, False, done=done, total=total, seconds_left=left)
             finished = self._attempt(spec, prompt, repeat)
             if finished is not None:
                 with interrupts.held():
                     self._add(spec, prompt, repeat, Run.of(finished), finished)
                     # last: if it fails, the results have the run nevertheless
                     self._write(finished)
-        yield step(len(todo))
+        yield BenchmarkStep(None, None, False, total, total, self._seconds_of(0))
+
+    def _reserve(self) -> None:
+        """Makes room in the caches for the longest run. Of a later turn, which follows answers that
+        are not known yet, the length is estimated."""
+        new = min(self.config.sampling.max_new_tokens, RESERVED)
+        encode = self.pair.tokenizer.encode
+        longest = 0
+        for prompt in self.config.prompts:
+            length = 0
+            if prompt.previous_turns:
+                for text in (*prompt.previous_turns, prompt.text):
+                    length += len(encode(text)) + new
+            else:
+                length = len(self.prompt_ids(prompt)) + new
+            longest = max(longest, length)
+        self.pair.reserve(min(longest, self.pair.target.context_limit))
+
+    def _seconds_of(self, count: int) -> float | None:
+        """An estimate of the seconds that `count` runs take: the methods take turns. None before
+        the first run."""
+        return count * fmean(self._seconds) if self._seconds else None
 
     def is_interrupted(self, recorded: RecordedComparison) -> bool:
         """Whether the `recorded` runs, which were added, are those of this comparison, and some
         runs of their methods are missing."""
-        known = {spec.written for spec in recorded.specs()}
-        specs = [spec for spec in self.config.specs if spec.written in known]
+        written = {spec.written for spec in recorded.specs()}
+        specs = [spec for spec in self.config.specs if spec.written in written]
         return len(self.results.runs) == len(recorded.runs) and bool(self._missing(specs))
 
     def _missing(self, specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, Prompt, int]]:
@@ -349,16 +346,11 @@ class Runner:
         except (SpecgenError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 error = RunError("out of memory", "Leave this method out, or take a smaller -n")
-            is_too_long = (
-                spec.written == REFERENCE
-                and prompt.previous_turns
-                and not isinstance(error, RunError)
-            )
-            if not isinstance(error, SpecgenError) or (
-                spec.written == REFERENCE and not is_too_long
-            ):
-                raise error from None
-            if is_too_long:
+            if not isinstance(error, SpecgenError):
+                raise
+            if spec.written == REFERENCE:
+                if not prompt.previous_turns or isinstance(error, RunError):
+                    raise error from None
                 self.results.skipped.add(prompt.index)
             else:
                 self.results.failures[spec.written] = error
@@ -374,20 +366,22 @@ class Runner:
 
     def _run(self, spec: MethodSpec, ids: list[int], sampling: SamplingParams) -> TracedRun:
         """Makes one run and returns what a trace records of it. Transformers' own methods have no
-        rounds; the limits and the seed of their runs are those of plain decoding."""
+        rounds; their limits and seed are those of plain decoding."""
         pair = self.pair
+        is_baseline = spec.is_baseline
         settings = spec.choice.settings.values
-        name, given = (REFERENCE, {}) if spec.is_baseline else (spec.name, spec.choice.given)
+        name = REFERENCE if is_baseline else spec.name
+        given = {} if is_baseline else spec.choice.given
         request = pair.request(ids, name, sampling, record=self.config.record, **given)
         run = pair.prepare(request)
         pair.forget()
         figures = Figures(spec.name)
         rounds = list[Round]()
-        counted = dict[str, Any]()
+        summary = dict[str, Any]()
         if self._meter is not None:
             self._meter.start()
-        if spec.is_baseline:
-            counted = run_baseline(
+        if is_baseline:
+            summary = run_baseline(
                 pair, spec.name, settings, ids, request.limit, sampling, run.seed
             )
         else:
@@ -395,49 +389,46 @@ class Runner:
             figures.prompt_tokens = len(ids)  # the caches are empty
         if self._meter is not None:
             figures.add_energy(self._meter.stop())
+
         for round_ in rounds:
             figures.add(round_)
         start = records.start_line(pair, request, run)
-        more: dict[str, Any] = {"drafts": figures.drafts, "rejections": figures.rejections}
-        if spec.is_baseline:
-            figures.include(counted)
-            more = {"phase_seconds": None, "drafts": counted["drafts"]}
-            draft = (
-                pair.draft.name
-                if spec.choice.method.needs_draft_model and pair.draft is not None
-                else None
-            )
-            start |= {"method": spec.name, "settings": dict(settings), "draft": draft}
-        if self.config.perplexity or not all(each.lossless for each in self.config.specs):
+        counts: dict[str, Any] = {"drafts": figures.drafts, "rejections": figures.rejections}
+        if is_baseline:
+            figures.include(summary)
+            counts = {"phase_seconds": None, "drafts": summary["drafts"]}
+            draft = pair.draft if spec.choice.method.needs_draft_model else None
+            start["method"] = spec.name
+            start["settings"] = dict(settings)
+            start["draft"] = None if draft is None else draft.name
+        if self.config.perplexity or not all(other.lossless for other in self.config.specs):
             figures.add_log_likelihood(pair.log_likelihood(ids, figures.token_ids))
-        reason = counted.get("finish_reason") or run.finish_reason or "length"
+        reason = summary.get("finish_reason") or run.finish_reason or "length"
         line = figures.as_dict(output_text(request, pair.tokenizer, figures.token_ids), reason)
-        traced = list[TracedRound]()
-        text_of = pair.tokenizer.text_of
-        for round_ in rounds:
-            token = None if round_.verdict.token is None else text_of([round_.verdict.token])
-            traced.append(
-                TracedRound(round_, tuple(text_of([each]) for each in round_.draft.tokens), token)
-            )
-        return TracedRun(start, 0, traced, {"type": "summary", **line, **more})
+        traced = [self._traced(round_) for round_ in rounds]
+        return TracedRun(start, 0, traced, {"type": "summary", **line, **counts})
+
+    def _traced(self, round_: Round) -> TracedRound:
+        text_of = self.pair.tokenizer.text_of
+        draft_texts = tuple(text_of([token]) for token in round_.draft.tokens)
+        token = round_.verdict.token
+        return TracedRound(round_, draft_texts, None if token is None else text_of([token]))
 
     def _write(self, finished: TracedRun) -> None:
-        if self._trace is not None:
-            text_of = self.pair.tokenizer.text_of
-            record = self.config.record
-            rounds = (
-                records.round_line(traced.round, text_of, record=record)
-                for traced in finished.rounds
-            )
-            for line in (finished.start, *rounds, finished.summary or {}):
-                self._trace.write(line)
+        if self._trace is None:
+            return
+        text_of = self.pair.tokenizer.text_of
+        self._trace.write(finished.start)
+        for traced in finished.rounds:
+            self._trace.write(records.round_line(traced.round, text_of, record=self.config.record))
+        self._trace.write(finished.summary or {})
 
     def _add(
         self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun
     ) -> None:
-        """Adds the finished run `run` to the results. `traced` is the same run with its rounds; if
-        it is the method's first run of the first prompt, it is kept to be displayed. If decoding is
-        greedy and the method lossless, the run's output is compared with plain decoding's."""
+        """Adds a finished run to the results. `traced` is the same run with its rounds: a method's
+        first run of the first prompt is kept, to be displayed. In greedy decoding, the output of a
+        lossless method is compared with plain decoding's."""
         results = self.results
         key = (spec.written, prompt.index, repeat)
         results.runs[key] = run
@@ -451,10 +442,14 @@ class Runner:
             or reference is None
         ):
             return
-        answers = reference.line["token_ids"], run.line["token_ids"]
-        exact = self.pair.target.files.source.exact and spec.drafts_chains
         difference = judge(
-            self.pair, prompt.index, repeat, self.prompt_ids(prompt), *answers, exact=exact
+            self.pair,
+            prompt.index,
+            repeat,
+            self.prompt_ids(prompt),
+            reference.line["token_ids"],
+            run.line["token_ids"],
+            exact=self.pair.target.files.source.exact and spec.drafts_chains,
         )
         if difference is not None:
             results.differences[key] = difference

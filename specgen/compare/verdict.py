@@ -24,8 +24,8 @@ OUTCOMES = ("identical", "tied", "diverged")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first position at which a method's output differs from plain decoding's (the reference).
-    The first `position` tokens are equal.
+    """Where a method's output first differs from plain decoding's (the reference): the first
+    `position` tokens are equal.
 
     `reference_id` and `token_id` are the two different tokens, None for an output that ends there.
     `gap` is the target's logit of `reference_id` minus that of `token_id`, None if an output ends.
@@ -60,28 +60,29 @@ class Difference:
             return f"{where}: one answer ends there, and the other does not."
         if not self.is_broken:
             where = f"tie at {self.position} of {prompt} ({methods})"
-        gap, explained = (significant(number, 2) for number in (abs(self.gap), self.threshold))
+        gap = significant(abs(self.gap), 2)
+        explained = significant(self.threshold, 2)
         return f"{where}: the two tokens' logits are {gap} apart; rounding explains {explained}."
 
 
 def count_outcomes(prompts: int, differences: Sequence[Difference]) -> dict[str, int]:
     """Counts how many of `prompts` prompts have each outcome in `OUTCOMES` (identical, tied,
     diverged). A prompt counts once, with the worst outcome among its repeats."""
-    broken = {found.prompt_index for found in differences if found.is_broken}
-    tied = {found.prompt_index for found in differences} - broken
-    return dict(
-        zip(OUTCOMES, (prompts - len(broken) - len(tied), len(tied), len(broken)), strict=True)
-    )
+    broken = {difference.prompt_index for difference in differences if difference.is_broken}
+    tied = {difference.prompt_index for difference in differences} - broken
+    counts = (prompts - len(broken) - len(tied), len(tied), len(broken))
+    return dict(zip(OUTCOMES, counts, strict=True))
 
 
 def outcome_text(differences: Sequence[Difference]) -> str:
     """The worst outcome as the text of a table cell: `same`, `tie at 57` (a token position), `2
     ties`, `2 differ` (numbers of prompts)."""
-    broken = [found for found in differences if found.is_broken]
+    broken = [difference for difference in differences if difference.is_broken]
     worst = broken or differences
     if not worst:
         return "same"
-    if (count := len({found.prompt_index for found in worst})) > 1:
+    count = len({difference.prompt_index for difference in worst})
+    if count > 1:
         return f"{count} differ" if broken else f"{count} ties"
     return f"{'differs' if broken else 'tie'} at {worst[0].position}"
 
@@ -96,12 +97,13 @@ def judge(
     *,
     exact: bool = False,
 ) -> Difference | None:
-    """Compares a method's output `other` with plain decoding's `reference` for the same prompt; all
-    are token ids. Returns None if they are equal. Otherwise one forward pass of the target without
-    a key-value cache computes the logits of both tokens at the first difference. `exact`: all
-    passes give logits with equal bits, so no difference counts as a tie. `repeat` and
-    `prompt_index` only name the run."""
+    """Compares a method's output `other` with plain decoding's `reference` for the same prompt (all
+    are token ids). Returns None if they are equal.
 
+    Otherwise one forward pass of the target without a key-value cache computes the logits of both
+    tokens at the first difference. `exact`: all passes give logits with equal bits, so no
+    difference counts as a tie. `repeat` and `prompt_index` only name the run.
+    """
     if list(reference) == list(other):
         return None
     shorter = min(len(reference), len(other))
@@ -115,15 +117,11 @@ def judge(
         return Difference(prompt_index, repeat, position, reference_id, token_id, None, FLOAT32_TIE)
     logits = pair.target.reference_logits(prompt_ids, reference[:position])
     gap = float(logits[reference_id] - logits[token_id])
-    threshold = (
-        0.0
-        if exact
-        else tie_threshold(
-            pair.target.dtype_name,
-            float(logits.max()),
-            has_experts=pair.target.files.experts is not None,
-        )
-    )
+    threshold = 0.0
+    if not exact:
+        has_experts = pair.target.files.experts is not None
+        largest = float(logits.max())
+        threshold = tie_threshold(pair.target.dtype_name, largest, has_experts=has_experts)
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
 
 
