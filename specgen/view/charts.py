@@ -60,8 +60,8 @@ class Chart:
     y goes from 0 to `high`. The places on the x axis are rounds, or ranges of a number, which
     `labels` name. On a page, each series is a row of columns if there are `tips` (a tooltip for
     each place), otherwise a line. In a terminal, a chart with `numbers` has a bar and a number for
-    each label; one with `labels` alone is a table; one with neither has a row of block characters
-    per series.
+    each label; one with `labels` alone is a table; one without both has a row of block characters
+    for each series.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Chart:
     @property
     def size(self) -> int:
         """The number of places on the x axis."""
-        return max((len(each.values) for each in self.series), default=0)
+        return max((len(series.values) for series in self.series), default=0)
 
     def lines(self, width: int) -> Iterator[Text]:
         """Yields the chart for a terminal `width` cells wide; title and notes may be longer and are
@@ -86,14 +86,10 @@ class Chart:
         if self.numbers:
             yield from self._bars(width)
         elif self.labels:
-            columns = zip(
-                *([f"{value:.2f}" for value in each.values] for each in self.series), strict=True
-            )
-            rows = [
-                [f"  {label}", *numbers]
-                for label, numbers in zip(self.labels, columns, strict=True)
-            ]
-            yield from table([["  ", *(each.name for each in self.series)], *rows], gap=1)
+            rows = [["  ", *(series.name for series in self.series)]]
+            for place, label in enumerate(self.labels):
+                rows.append([f"  {label}", *(f"{line.values[place]:.2f}" for line in self.series)])
+            yield from table(rows, gap=1)
         else:
             yield from self._sparks(width)
         for note in self.notes:
@@ -115,10 +111,11 @@ class Chart:
             size = math.ceil(self.size / max(1, width - LEAD - 2))
             parts = (series.values[at : at + size] for at in range(0, self.size, size))
             means = [sum(part) / len(part) for part in parts]
-            drawn = "".join(
-                " " if mean <= 0 else _EIGHTHS[min(7, int(8 * mean / self.high))] for mean in means
-            )
-            yield Text(f"  {series.name:<{LEAD}}").append(drawn, series.style)
+            blocks = ""
+            for mean in means:
+                eighths = min(7, int(8 * mean / self.high))
+                blocks += _EIGHTHS[eighths] if mean > 0 else " "
+            yield Text(f"  {series.name:<{LEAD}}").append(blocks, series.style)
 
 
 def ticks(high: float, most: int = 4) -> list[float]:
@@ -132,13 +129,10 @@ def ticks(high: float, most: int = 4) -> list[float]:
 
 
 def time_shares(summary: Figures) -> list[tuple[str, str, float]]:
-    """Returns, for each phase that took time, its key in `PHASES`, its name for people, and its
-    share of the whole time (0 to 1)."""
-    return [
-        (phase, name, share)
-        for phase, name in _PHASES.items()
-        if (share := summary.share_of_time(phase))
-    ]
+    """Returns for each phase that took time its key, its name in words, and its share of the whole
+    time (0 to 1)."""
+    shares = [(phase, name, summary.share_of_time(phase)) for phase, name in _PHASES.items()]
+    return [(phase, name, share) for phase, name, share in shares if share]
 
 
 def time_chart(summary: Figures) -> Chart:
@@ -157,24 +151,24 @@ def time_chart(summary: Figures) -> Chart:
     )
 
 
-def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
-    """Yields the charts for which the trace has numbers. Most are of all generations of the method,
-    whose statistics are `found`; the charts of rounds and of a bandit policy's posterior are of the
-    one generation `run`."""
-    bounds = bounds_of(found.tokens, found.c)
+def charts(run: TracedRun, statistics: TraceStatistics) -> Iterator[Chart]:
+    """Yields the charts for which the trace has numbers. They show the `statistics` of all
+    generations of the method, but for the charts of rounds and of a bandit policy's posterior,
+    which show the one generation `run`."""
+    bounds = bounds_of(statistics.tokens, statistics.c)
     rounds = [traced.round for traced in run.rounds[1:]]  # without the prefill
     if any(round_.draft.tokens for round_ in rounds):
-        yield _rounds(rounds, found)
-    if found.summary.parallel and found.accepted_runs:
-        yield _until_rejection(found)
-    if found.tokens:
-        yield _entropy(found, bounds is not None)
+        yield _rounds(rounds, statistics)
+    if statistics.summary.parallel and statistics.accepted_runs:
+        yield _until_rejection(statistics)
+    if statistics.tokens:
+        yield _entropy(statistics, bounds is not None)
     if bounds is not None:
         yield _bounds(bounds)
-    if found.drafts:
-        yield _lengths(found)
-    if found.predictions:
-        yield _calibration(found)
+    if statistics.drafts:
+        yield _lengths(statistics)
+    if statistics.predictions:
+        yield _calibration(statistics)
     if bounds is not None:
         yield _sorted(bounds)
         if bounds["entropy_ratios"]:
@@ -182,38 +176,36 @@ def charts(run: TracedRun, found: TraceStatistics) -> Iterator[Chart]:
     yield from _posterior(rounds)
 
 
-def _rounds(rounds: Sequence[Round], found: TraceStatistics) -> Chart:
-    """The drafted and accepted tokens of each round but the prefill. The length of a draft that is
-    a tree is its number of nodes; the means are over all generations."""
+def _rounds(rounds: Sequence[Round], statistics: TraceStatistics) -> Chart:
+    """The drafted and accepted tokens of each round but the prefill; of a draft that is a tree, its
+    nodes. The means are over all generations."""
     counts = [(len(round_.draft.tokens), len(round_.verdict.path)) for round_ in rounds]
     drafted, accepted = zip(*counts, strict=True)
-    means = (
-        f"mean {found.summary.mean_draft_length or 0:.1f} and {found.mean_accepted_length or 0:.1f}"
-    )
+    mean_drafted = statistics.summary.mean_draft_length or 0
+    mean_accepted = statistics.mean_accepted_length or 0
+    most = "most" if statistics.branches else "longest"
     return Chart(
         "rounds",
         "Tokens of each round, drafted and accepted",
-        f"{means}, {'most' if found.branches else 'longest'} {max(drafted)}",
+        f"mean {mean_drafted:.1f} and {mean_accepted:.1f}, {most} {max(drafted)}",
         series=[
             Series("drafted", "dis", drafted, "bar.plain"),
             Series("accepted", "acc", accepted, "token.accepted"),
         ],
         tips=[
-            f"round {index:,}: {each[1]:,} of {each[0]:,} accepted"
-            for index, each in enumerate(counts, 1)
+            f"round {index:,}: {accepted_tokens:,} of {tokens:,} accepted"
+            for index, (tokens, accepted_tokens) in enumerate(counts, 1)
         ],
         high=max(drafted),
     )
 
 
-def _until_rejection(found: TraceStatistics) -> Chart:
+def _until_rejection(statistics: TraceStatistics) -> Chart:
     """The lengths of PEARL's runs of accepted tokens, beside what its Theorem 2 expects."""
-    runs = found.runs_of_accepted() or {}
-    rest = (
-        f"; {counted(runs['unfinished'], 'token')} accepted after the last rejections"
-        if runs["unfinished"]
-        else ""
-    )
+    runs = statistics.runs_of_accepted() or {}
+    rest = ""
+    if runs["unfinished"]:
+        rest = f"; {counted(runs['unfinished'], 'token')} accepted after the last rejections"
     expected = (
         f"1/(1−α) = {runs['expected']:.1f} by Theorem 2, α {runs['alpha']:.0%} with unfinished runs"
     )
@@ -228,16 +220,16 @@ def _until_rejection(found: TraceStatistics) -> Chart:
     return Chart("until-rejection", "Tokens until a rejection", notes=notes)
 
 
-def _entropy(found: TraceStatistics, is_recorded: bool) -> Chart:
+def _entropy(statistics: TraceStatistics, is_recorded: bool) -> Chart:
     """The share of accepted tokens by the entropy of the draft's distribution (SVIP, Figure 2,
     top)."""
-    bins = found.acceptance_by_entropy()
+    bins = statistics.acceptance_by_entropy()
     return Chart(
         "entropy",
         "Draft entropy and acceptance",
         "share accepted by entropy in nats; number of tokens",
         notes=[] if is_recorded else [_NO_DISTRIBUTIONS],
-        numbers=[f"{each['rate']:>4.0%} {each['judged']:>6,}" for each in bins],
+        numbers=[f"{row['rate']:>4.0%} {row['judged']:>6,}" for row in bins],
         **_accepted(bins),
     )
 
@@ -245,13 +237,13 @@ def _entropy(found: TraceStatistics, is_recorded: bool) -> Chart:
 def _accepted(bins: Sequence[Bin]) -> dict[str, Any]:
     """Returns the fields of a chart of acceptance rates."""
     tips = []
-    for each in bins:
-        interval = f"{each['rate_low']:.0%}–{each['rate_high']:.0%}"
+    for row in bins:
+        interval = f"{row['rate_low']:.0%}–{row['rate_high']:.0%}"
         tips.append(
-            f"{span(each)}: {each['accepted']:,} of {each['judged']:,} accepted, "
-            f"{each['rate']:.0%} (95%: {interval})"
+            f"{span(row)}: {row['accepted']:,} of {row['judged']:,} accepted, "
+            f"{row['rate']:.0%} (95%: {interval})"
         )
-    series = Series("accepted", "acc", [each["rate"] for each in bins], "token.accepted")
+    series = Series("accepted", "acc", [row["rate"] for row in bins], "token.accepted")
     return {"series": [series], "labels": [*map(span, bins)], "tips": tips}
 
 
@@ -287,9 +279,9 @@ def _sorted(bounds: Bin) -> Chart:
     gaps = f"Pinsker {bounds['pinsker_gap']:.2f}, B–H {bounds['bretagnolle_huber_gap']:.2f}"
     notes = [f"Mean distance to the true probability: {gaps}."]
     if tighter is not None:
-        how = f"{abs(tighter):.0%} {'tighter' if tighter >= 0 else 'looser'}"
+        tightness = f"{abs(tighter):.0%} {'tighter' if tighter >= 0 else 'looser'}"
         notes.append(
-            f"Pinsker's bound is {how}, and the higher one for "
+            f"Pinsker's bound is {tightness}, and the higher one for "
             f"{bounds['pinsker_higher']:.0%} of the tokens."
         )
     return Chart(
@@ -304,41 +296,40 @@ def _sorted(bounds: Bin) -> Chart:
 
 def _medians(bins: Sequence[Bin]) -> list[Series]:
     return [
-        Series(label, kind, [each[name] for each in bins])
-        for name, (label, kind) in _BOUNDS.items()
+        Series(label, kind, [row[name] for row in bins]) for name, (label, kind) in _BOUNDS.items()
     ]
 
 
-def _lengths(found: TraceStatistics) -> Chart:
+def _lengths(statistics: TraceStatistics) -> Chart:
     """The mean of the accepted tokens per draft by the mean entropy of its verified tokens (SVIP,
     Figures 2, bottom, and 8)."""
-    bins = found.accepted_length_by_entropy()
-    correlation = found.length_correlation()
-    means = [each["mean"] for each in bins]
-    said = "" if correlation is None else f" Correlation {correlation:.2f}.".replace("-", "−")
+    bins = statistics.accepted_length_by_entropy()
+    correlation = statistics.length_correlation()
+    means = [row["mean"] for row in bins]
+    note = f"{counted(len(statistics.drafts), 'draft')}."
+    if correlation is not None:
+        note += f" Correlation {correlation:.2f}.".replace("-", "−")
     return Chart(
         "lengths",
         "Draft entropy and accepted length",
         "accepted tokens by mean entropy in nats; number of drafts",
-        notes=[f"{counted(len(found.drafts), 'draft')}.{said}"],
+        notes=[note],
         series=[Series("accepted", "acc", means, "token.accepted")],
         labels=[*map(span, bins)],
-        numbers=[f"{each['mean']:>4.1f} {each['drafts']:>6,}" for each in bins],
+        numbers=[f"{row['mean']:>4.1f} {row['drafts']:>6,}" for row in bins],
         tips=[
-            (
-                f"{span(each)}: {each['mean']:.1f} accepted in the mean of "
-                f"{counted(each['drafts'], 'draft')}"
-            )
-            for each in bins
+            f"{span(row)}: {row['mean']:.1f} accepted in the mean of "
+            f"{counted(row['drafts'], 'draft')}"
+            for row in bins
         ],
         high=max(means) or 1.0,
     )
 
 
-def _calibration(found: TraceStatistics) -> Chart:
+def _calibration(statistics: TraceStatistics) -> Chart:
     """The share of accepted tokens by the acceptance probability that the length policy
     predicted."""
-    calibration = calibration_of(found.predictions) or {}
+    calibration = calibration_of(statistics.predictions) or {}
     bins = calibration["bins"]
     tokens = counted(calibration["judged"], "token")
     judged = (
@@ -355,7 +346,7 @@ def _calibration(found: TraceStatistics) -> Chart:
             )
         ],
         numbers=[
-            f"{each['predicted']:>4.0%} {each['rate']:>4.0%} {each['judged']:>6,}" for each in bins
+            f"{row['predicted']:>4.0%} {row['rate']:>4.0%} {row['judged']:>6,}" for row in bins
         ],
         **_accepted(bins),
     )
@@ -366,8 +357,8 @@ def _ratios(bounds: Bin) -> Chart:
     column has all larger ratios."""
     bins = bounds["entropy_ratios"]
     c = bounds["c"]
-    tokens = sum(each["tokens"] for each in bins)
-    shares = [each["tokens"] / tokens for each in bins]
+    tokens = sum(row["tokens"] for row in bins)
+    shares = [row["tokens"] / tokens for row in bins]
     median = f"median {bounds['entropy_ratio']:.2f}: c would be {bounds['measured_c']:.2f}"
     return Chart(
         "ratios",
@@ -377,7 +368,7 @@ def _ratios(bounds: Bin) -> Chart:
         series=[Series("share", "blue", shares)],
         labels=[*map(span, bins)],
         numbers=[f"{share:>4.0%}" for share in shares],
-        tips=[f"{span(each)}: {counted(each['tokens'], 'token')}" for each in bins],
+        tips=[f"{span(row)}: {counted(row['tokens'], 'token')}" for row in bins],
         high=max(shares),
     )
 
@@ -385,32 +376,29 @@ def _ratios(bounds: Bin) -> Chart:
 def _posterior(rounds: Sequence[Round]) -> Iterator[Chart]:
     """What a bandit policy believes about the acceptance probability after each round: the mean and
     the central 90 %."""
-    found = posteriors(rounds)
-    if found:
-        last = found[-1]
-        named = {
-            "high": ("95% below", "blue dotted"),
-            "mean": ("mean", "blue"),
-            "low": ("5% below", "blue dotted"),
-        }
-        yield Chart(
-            "posterior",
-            "Thompson sampling: the posterior of the acceptance rate",
-            (
-                f"θ {last['mean']:.2f} ({last['low']:.2f}–{last['high']:.2f}) after round "
-                f"{last['round']:,}"
-            ),
-            series=[
-                Series(label, kind, [each[name] for each in found])
-                for name, (label, kind) in named.items()
-            ],
-        )
-
-
-def span(found: Bin) -> str:
-    """Returns the range of a bin as text, such as `0.1–0.25` or `3 and up`."""
-    return (
-        f"{found['low']:g} and up"
-        if found["high"] is None
-        else f"{found['low']:g}–{found['high']:g}"
+    beliefs = posteriors(rounds)
+    if not beliefs:
+        return
+    last = beliefs[-1]
+    interval = f"{last['low']:.2f}–{last['high']:.2f}"
+    looks = {
+        "high": ("95% below", "blue dotted"),
+        "mean": ("mean", "blue"),
+        "low": ("5% below", "blue dotted"),
+    }
+    yield Chart(
+        "posterior",
+        "Thompson sampling: the posterior of the acceptance rate",
+        f"θ {last['mean']:.2f} ({interval}) after round {last['round']:,}",
+        series=[
+            Series(label, kind, [belief[name] for belief in beliefs])
+            for name, (label, kind) in looks.items()
+        ],
     )
+
+
+def span(row: Bin) -> str:
+    """Returns the range of a bin as text, such as `0.1–0.25` or `3 and up`."""
+    if row["high"] is None:
+        return f"{row['low']:g} and up"
+    return f"{row['low']:g}–{row['high']:g}"

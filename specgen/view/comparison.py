@@ -7,14 +7,14 @@ interval.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from specgen.base.text import counted, one_line
-from specgen.base.types import PHASES
+from specgen.base.types import PHASES, SamplingParams
 from specgen.compare.results import (
     NOT_RUN,
     MethodResult,
@@ -79,16 +79,14 @@ class Report:
 
 
 def page(report: Report, width: int) -> list[Text]:
-    """Returns the report as lines of at most `width` cells; longer only where a method's name alone
-    is longer."""
+    """Returns the report as lines of at most `width` cells, unless a method's name is longer."""
     lines, is_whole = headed_table(report, width)
-    said = sentences(report)
+    text = sentences(report)
     if not is_whole:
-        said.append(
-            Text("A wider terminal shows more columns; --csv FILE has all of them.", "quiet")
-        )
+        hint = "A wider terminal shows more columns; --csv FILE has all of them."
+        text.append(Text(hint, "quiet"))
     lines.append(Text())
-    for sentence in said:
+    for sentence in text:
         lines += wrapped(sentence, width)
     if report.phases:
         lines += [Text(), *phases_table(report.methods, width)]
@@ -139,50 +137,62 @@ def headline(report: Report) -> str:
     prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
     repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
     limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
-    how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
-    how += f", top-p {sampling.top_p:g}" if not sampling.greedy and sampling.top_p < 1 else ""
-    how += f", min-p {sampling.min_p:g}" if not sampling.greedy and sampling.min_p else ""
-    how += f", top-k {sampling.top_k}" if not sampling.greedy and sampling.top_k > 0 else ""
-    return f"{report.where} · {prompts}{repeats} × {limit}, {how}"
+    return f"{report.where} · {prompts}{repeats} × {limit}, {_sampling_in_words(sampling)}"
+
+
+def _sampling_in_words(sampling: SamplingParams) -> str:
+    if sampling.greedy:
+        return "greedy"
+    words = f"temperature {sampling.temperature:g}"
+    if sampling.top_p < 1:
+        words += f", top-p {sampling.top_p:g}"
+    if sampling.min_p:
+        words += f", min-p {sampling.min_p:g}"
+    if sampling.top_k > 0:
+        words += f", top-k {sampling.top_k}"
+    return words
 
 
 # the result in words
 
 
 def sentences(report: Report) -> list[Text]:
-    """Returns the sentences below the table.
-
-    In this order, they name the fastest method and the outputs that differ from plain decoding's,
-    explain the table, say on how many of the prompts `specgen tune` chose the settings, and end
-    with the report's `notes`.
-    """
-    conclusion = _conclusion(report)
+    """Returns the sentences below the table: the fastest method, the outputs that differ from plain
+    decoding's, explanations of the table, on how many of the prompts `specgen tune` chose the
+    settings, and the report's `notes`."""
+    text = []
+    conclusion = Text(_conclusion(report))
     top = best(report.methods)
-    said = [Text(conclusion)] if conclusion else []
-    if said and top is not None:
-        said[0].highlight_words([top.spec.written], "strong")
-    said += _differences(report)
-    remarks = {
-        LOSSY: report.measured_lossy,
-        (
+    if conclusion:
+        if top is not None:
+            conclusion.highlight_words([top.spec.written], "strong")
+        text.append(conclusion)
+    text += _differences(report)
+    text += [Text(remark, "quiet") for remark in _remarks(report)]
+    text += _tuned(report)
+    if report.notes:
+        text.append(Text(report.notes, "strong"))
+    return text
+
+
+def _remarks(report: Report) -> Iterator[str]:
+    """Yields sentences that explain the table."""
+    if report.measured_lossy:
+        yield LOSSY
+    if not report.results.config.sampling.greedy:
+        yield (
             "sampled: each run draws other text, so outputs are not compared; at temperature "
             "0 they are."
-        ): (not report.results.config.sampling.greedy),
-        (
-            f"{counted(len(report.results.skipped), 'later turn')} left out: the context had "
-            "no room."
-        ): report.results.skipped,
-        "Predicted speedups, for methods of specgen that draft chains between target "
-        "passes: by EESD's formula (Eq. 14) from "
-        "acceptance and pass costs, and by the costs of all passes.": any(
-            result.predicted for result in report.methods
-        ),
-    }
-    said += [Text(remark, "quiet") for remark, is_made in remarks.items() if is_made]
-    said += _tuned(report)
-    if report.notes:
-        said.append(Text(report.notes, "strong"))
-    return said
+        )
+    skipped = len(report.results.skipped)
+    if skipped:
+        yield f"{counted(skipped, 'later turn')} left out: the context had no room."
+    if any(result.predicted for result in report.methods):
+        yield (
+            "Predicted speedups, for methods of specgen that draft chains between target "
+            "passes: by EESD's formula (Eq. 14) from "
+            "acceptance and pass costs, and by the costs of all passes."
+        )
 
 
 def verdict(report: Report) -> str:
@@ -197,7 +207,7 @@ def verdict(report: Report) -> str:
 def _conclusion(report: Report) -> str:
     """Returns which method is the fastest of those that keep the output; empty if nothing was
     measured beside plain decoding."""
-    made, top = report.methods, best(report.methods)
+    top = best(report.methods)
     if top is None or top.speedup is None:
         return ""
     name = top.spec.written
@@ -212,52 +222,39 @@ def _conclusion(report: Report) -> str:
     if top.low is not None and top.low <= 1:
         unsure = f"{name} comes first at {gain}, but its interval reaches down to {top.low:.2f}×"
         return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."
-    kept = (
-        "the target's output"
-        if report.results.config.sampling.greedy
-        else "the target's distribution"
-    )
-    how = (
-        f"comes first of the methods that keep {kept}:"
-        if few
-        else f"is the fastest that keeps {kept}:"
-    )
-    close = ", ".join(result.spec.written for result in as_fast_as(made, top))
-    return f"{name} {how} {gain} plain decoding (ar).{caution}" + (
-        f" Too close to call: {close}." if close else ""
-    )
+    kept = "output" if report.results.config.sampling.greedy else "distribution"
+    place = "comes first of the methods that keep" if few else "is the fastest that keeps"
+    conclusion = f"{name} {place} the target's {kept}: {gain} plain decoding (ar).{caution}"
+    close = ", ".join(result.spec.written for result in as_fast_as(report.methods, top))
+    if close:
+        conclusion += f" Too close to call: {close}."
+    return conclusion
 
 
 def _differences(report: Report) -> list[Text]:
-    """Returns sentences on outputs that differ from plain greedy decoding.
+    """Returns sentences on outputs that differ from plain greedy decoding: one for each broken
+    method, whose difference rounding does not explain, then one for each tie (a position where two
+    tokens have equal logits up to rounding), which names all methods that differ there."""
 
-    First comes a sentence per broken method: rounding errors do not explain its difference. Then
-    comes a sentence per tie (a position where two tokens have equal logits up to rounding), which
-    names all methods that differ there.
-    """
-
-    def sentence(difference: Difference, names: Sequence[str], style: str) -> Text:
-        return Text(
-            difference.explanation(", ".join(names), report.results.label(difference.prompt_index)),
-            style,
-        )
+    def sentence(difference: Difference, names: Iterable[str], style: str) -> Text:
+        prompt = report.results.label(difference.prompt_index)
+        return Text(difference.explanation(", ".join(names), prompt), style)
 
     broken = [
         sentence(result.broken, [result.spec.written], "bad")
         for result in report.methods
         if result.broken
     ]
-    found: dict[tuple[int, int], dict[str, Difference]] = {}
+
+    differences_by_tie: dict[tuple[int, int], dict[str, Difference]] = {}
     for result in ranked(report.methods):
         for difference in result.differences or ():
             if not difference.is_broken:
-                found.setdefault((difference.prompt_index, difference.position), {})[
-                    result.spec.written
-                ] = difference
-    ties = [
-        sentence(next(iter(by_method.values())), list(by_method), "quiet")
-        for by_method in found.values()
-    ]
+                tie = (difference.prompt_index, difference.position)
+                differences_by_tie.setdefault(tie, {})[result.spec.written] = difference
+    ties = []
+    for by_method in differences_by_tie.values():
+        ties.append(sentence(next(iter(by_method.values())), by_method, "quiet"))
     more = len(ties) - MOST_EXPLAINED
     if more > 0:
         ties[MOST_EXPLAINED:] = [Text(f"{counted(more, 'more tie')}: see --json.", "quiet")]
@@ -277,16 +274,13 @@ def _tuned(report: Report) -> list[Text]:
     if not counts:
         return []
     most = max(counts.values())
-    said = (
+    sentence = (
         f"specgen tune chose the settings of {', '.join(counts)} on {most} of these "
         f"{len(config.prompts)} prompts"
     )
-    return [
-        Text(
-            f"{said}: on other prompts they may be less good." if most else f"{said}.",
-            "strong" if most else "quiet",
-        )
-    ]
+    if not most:
+        return [Text(f"{sentence}.", "quiet")]
+    return [Text(f"{sentence}: on other prompts they may be less good.", "strong")]
 
 
 # tables
@@ -308,54 +302,57 @@ def speed_table(
     """
     shown = ranked_rows(results, by_category=by_category)
     top = best(results)
-    columns = [
-        _NAME,
-        _OUTPUT,
-        *sorted(shown_columns(shown), key=lambda column: column.is_speed),
-        _BAR,
-    ]
-    kept = [*columns, *([_SETTINGS] if with_settings else [])]
-    fastest = max((entry.high or entry.speedup or 0.0 for entry in shown), default=0.0)
-
-    def lines(cells: int) -> list[Text]:
-        rows = [[Text(column.title.split("\n")[level]) for column in kept] for level in (0, 1)]
-        for entry in shown:
-            bar = _bar(entry, cells, fastest, is_best=entry is top)
-            rows.append([bar if column is _BAR else _cell(column, entry, top) for column in kept])
-        for cell in rows[1]:
-            cell.stylize("quiet")
-        return table(
-            rows,
-            [
-                number
-                for number, each in enumerate(kept)
-                if each.is_interval or each in (_NAME, _OUTPUT, _BAR)
-            ],
-        )
-
-    while (room := width - max(line.cell_len for line in lines(SHORTEST_BAR))) < 0 and any(
-        each.priority for each in kept
-    ):
+    speeds_last = sorted(shown_columns(shown), key=lambda column: column.is_speed)
+    columns = [_NAME, _OUTPUT, *speeds_last, _BAR]
+    kept = [*columns, _SETTINGS] if with_settings else columns
+    lines = _table(shown, kept, top, SHORTEST_BAR)
+    while _widest(lines) > width and any(column.priority for column in kept):
         first = max(kept, key=lambda column: column.priority)
-        kept = [each for each in kept if each is not first]
-    made = lines(min(LONGEST_BAR, SHORTEST_BAR + max(room, 0)))
+        kept = [column for column in kept if column is not first]
+        lines = _table(shown, kept, top, SHORTEST_BAR)
+    room = max(width - _widest(lines), 0)
+    lines = _table(shown, kept, top, min(LONGEST_BAR, SHORTEST_BAR + room))
+
     absent = not_run(results)
-    lead = GAP + max(
-        map(len, [*map(_NAME.text, shown), *(written[0] for written, _ in absent)]), default=0
-    )
+    names = [*map(_NAME.text, shown), *(written[0] for written, _ in absent)]
+    lead = GAP + max(map(len, names), default=0)
     for written, reason in absent:
         why = Text(reason, "quiet")
         why.highlight_words([NOT_RUN], "strong")
-        made += labelled(Text(", ".join(written)), why, width, lead)
-    return made, len(kept) >= len(columns)
+        lines += labelled(Text(", ".join(written)), why, width, lead)
+    return lines, len(kept) >= len(columns)
+
+
+def _widest(lines: Sequence[Text]) -> int:
+    return max(line.cell_len for line in lines)
+
+
+def _table(
+    entries: Sequence[MethodResult],
+    columns: Sequence[Column],
+    top: MethodResult | None,
+    bar_length: int,
+) -> list[Text]:
+    """Returns the lines of the table: the headings, and a line for each entry. `bar_length` is in
+    cells."""
+    rows = [[Text(column.title.split("\n")[level]) for column in columns] for level in (0, 1)]
+    for heading in rows[1]:
+        heading.stylize("quiet")
+    fastest = max((entry.high or entry.speedup or 0.0 for entry in entries), default=0.0)
+    for entry in entries:
+        bar = _bar(entry, bar_length, fastest, is_best=entry is top)
+        rows.append([bar if column is _BAR else _cell(column, entry, top) for column in columns])
+    left = []
+    for number, column in enumerate(columns):
+        if column.is_interval or column in (_NAME, _OUTPUT, _BAR):
+            left.append(number)
+    return table(rows, left)
 
 
 def _cell(column: Column, entry: MethodResult, top: MethodResult | None) -> Text:
-    style = (
-        "quiet"
-        if entry.category or column.is_interval or (column is _OUTPUT and entry.is_reference)
-        else "none"
-    )
+    style = "none"
+    if entry.category or column.is_interval or (column is _OUTPUT and entry.is_reference):
+        style = "quiet"
     if entry is top and (column.is_speed or column is _NAME) and not column.is_interval:
         style = "strong"
     elif column is _OUTPUT and not entry.category and entry.broken:
@@ -364,20 +361,15 @@ def _cell(column: Column, entry: MethodResult, top: MethodResult | None) -> Text
 
 
 def _bar(entry: MethodResult, cells: int, fastest: float, *, is_best: bool) -> Text:
-    """Returns a bar for a method's speedup, at most `cells` cells long; `fastest` is the speedup at
-    its full length.
-
-    The bar is thick up to the low end of the speedup's interval and thin from there to the high
-    end.
-    """
+    """Returns a bar for a method's speedup: thick up to the low end of its interval, thin from
+    there to the high end. The speedup `fastest` has the full length of `cells` cells."""
     speedup = entry.speedup or 0.0
     low, high = (speedup if end is None else end for end in (entry.low, entry.high))
     heavy, light = (round(cells * value / (fastest or 1.0)) for value in (low, high))
-    plain = entry.is_reference or not entry.spec.lossless or entry.category
-    return Text(
-        "━" * heavy + "─" * (light - heavy),
-        "bar.plain" if plain else "bar.best" if is_best else "bar",
-    )
+    style = "bar.best" if is_best else "bar"
+    if entry.is_reference or not entry.spec.lossless or entry.category:
+        style = "bar.plain"
+    return Text("━" * heavy + "─" * (light - heavy), style)
 
 
 def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
@@ -392,26 +384,18 @@ def phases_table(results: Sequence[MethodResult], width: int) -> list[Text]:
     for with_seconds, phases in ((True, PHASES), (False, PHASES), (False, _MAIN_PHASES)):
         rows = [["method", *phases, "all"]]
         for entry in ranked_rows(results):
-            summary = entry.summary
-            taken = (
-                (summary.phase_seconds[phase], f"{summary.share_of_time(phase):.0%}")
-                for phase in phases
-            )
-            cells = [
-                f"{seconds:.2f} {share:>4}" if with_seconds else share for seconds, share in taken
-            ]
-            rows.append(
-                [
-                    entry.name,
-                    *("" if summary.unsplit_seconds else cell for cell in cells),
-                    f"{summary.seconds:.2f} s",
-                ]
-            )
-        lines = [
-            Text(f"Where the time goes{', in seconds and shares' if with_seconds else ''}"),
-            Text(),
-            *table(rows),
-        ]
-        if max(line.cell_len for line in lines) <= width:
+            cells = [_phase_cell(entry, phase, with_seconds=with_seconds) for phase in phases]
+            rows.append([entry.name, *cells, f"{entry.summary.seconds:.2f} s"])
+        unit = ", in seconds and shares" if with_seconds else ""
+        lines = [Text(f"Where the time goes{unit}"), Text(), *table(rows)]
+        if _widest(lines) <= width:
             break
     return lines
+
+
+def _phase_cell(entry: MethodResult, phase: str, *, with_seconds: bool) -> str:
+    summary = entry.summary
+    if summary.unsplit_seconds:
+        return ""
+    share = f"{summary.share_of_time(phase):.0%}"
+    return f"{summary.phase_seconds[phase]:.2f} {share:>4}" if with_seconds else share

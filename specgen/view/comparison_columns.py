@@ -30,16 +30,12 @@ def ranked_rows(
     With `by_category`, a method whose prompts have several categories also has a row for each
     category. Plain decoding has none, because its speedup is always 1.
     """
-    measured = [result for result in ranked(results) if result.prompts]
-    split = [
-        by_category and len(result.by_category) > 1 and not result.is_reference
-        for result in measured
-    ]
-    return [
-        row
-        for result, is_split in zip(measured, split, strict=True)
-        for row in result.rows(by_category=is_split)
-    ]
+    rows = []
+    for result in ranked(results):
+        if result.prompts:
+            is_split = by_category and len(result.by_category) > 1 and not result.is_reference
+            rows += result.rows(by_category=is_split)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +77,8 @@ class Column:
 
 
 def _draft_length(row: Any) -> str:
-    """The mean number of drafted tokens per draft as text. If drafts are trees or several chains,
-    these tokens are called nodes, because there are more of them than tokens on the longest
-    path."""
+    """The mean number of drafted tokens of a draft; nodes, if drafts are trees or several chains,
+    because the longest path has fewer."""
     mean = row.summary.mean_draft_length
     return f"{mean:.0f} nodes" if row.branches else f"{mean:.1f}"
 
@@ -243,9 +238,7 @@ def csv_text(results: Sequence[MethodResult], *, by_category: bool = False) -> s
                 settings_text(result),
                 error,
             ]
-            writer.writerow(
-                [_text_cell(value) if isinstance(value, str) else value for value in cells]
-            )
+            writer.writerow([_text_cell(cell) if isinstance(cell, str) else cell for cell in cells])
     return out.getvalue()
 
 
