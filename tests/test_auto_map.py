@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.base.model_options import ModelOptions
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.engine.devices import pick_draft_device
@@ -218,7 +219,7 @@ def test_what_cannot_be_placed_is_said_in_a_line(machine: list[Room]) -> None:
     )
     with pytest.raises(SpecgenError, match="the draft model runs on one device"):
         pick_draft_device("auto-map", "auto", CPU)
-    assert place("auto", [], [], None) is None
+    assert place([], [], ModelOptions()) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])

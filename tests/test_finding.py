@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.base.model_options import ModelOptions
 from specgen.cli.app import app
 from specgen.engine import weights
 from specgen.engine.model_files import ModelSource, describe, find_model
@@ -50,8 +51,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def searched(place: Path) -> Search:
     devices = [torch.device("cpu")] * 2
-    dtypes = "float32", None
-    return search(find_model(ModelSource(str(place / "big")), lambda _: None), devices, dtypes)
+    files = find_model(ModelSource(str(place / "big")), lambda _: None)
+    return search(files, devices, ModelOptions(dtype="float32"))
 
 
 def names(place: Path) -> list[str]:
@@ -341,9 +342,9 @@ def test_a_method_looks_for_what_it_can_use_only(
     place: Path, monkeypatch: pytest.MonkeyPatch, method: str, looks: bool | str
 ) -> None:
     load = Mock(side_effect=SpecgenError("enough", ""))
-    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(loading, "load_pair", load)
     generated(place, "-m", method)
-    assert load.call_args.kwargs["find"] == looks
+    assert load.call_args.args[0].find == looks
 
 
 # models of all types that transformers knows
@@ -395,6 +396,6 @@ def test_compare_loads_a_model_that_was_found_only_for_methods_that_may_use_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, methods: str, looks: str
 ) -> None:
     load = Mock(side_effect=SpecgenError("enough", ""))
-    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(loading, "load_pair", load)
     CliRunner().invoke(app, ["compare", "-t", str(place / "big"), "-m", methods])
-    assert load.call_args.kwargs["find"] == looks
+    assert load.call_args.args[0].find == looks

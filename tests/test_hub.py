@@ -30,6 +30,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.cli.app import app
 from specgen.cli.opening import choose_found, with_tuned_draft
+from specgen.cli.options import ModelGroup
 from specgen.cli.tune import _others
 from specgen.engine.hub import model_folder
 from specgen.engine.model_files import ModelSource, find_model
@@ -370,11 +371,12 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
     ):
         assert pair.draft is not None
         assert pair.draft.name == str(place / "random")
-        found = tuner.tune(pair, task, Mock(), _others(pair, ("float32", None), opened)[1])
+        options = ModelGroup(dtype="float32")
+        found = tuner.tune(pair, task, Mock(), _others(pair, options, opened)[1])
         assert found.pair is not None
         assert found.pair.draft is not None
         assert found.pair.draft.name == str(place / "small")
-        assert with_tuned_draft(pair, GREEDY, None, ("float32", None)) is pair, "no profile yet"
+        assert with_tuned_draft(pair, GREEDY, None, options) is pair, "no profile yet"
         key = profile_key_of(found.pair)
         save_profile(from_outcome(found, key), default_folder(key, GREEDY))
     shown = (

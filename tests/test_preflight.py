@@ -18,9 +18,9 @@ from runner_checks import LAYERED, RUN_BY, quick
 import specgen
 from specgen import demo, methods
 from specgen.base.measuring import timed
+from specgen.base.model_options import ModelOptions
 from specgen.base.types import Context
 from specgen.decoding.parallel_costs import LONGEST_WINDOW
-from specgen.engine.model_files import ModelSource
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.tune import pair_inspection
@@ -110,9 +110,8 @@ def bytes_per_token(runner: ModelRunner) -> int:
 def test_any_familys_files_are_understood(tmp_path: Path, family: str, backend: str) -> None:
     module = make_model(family)
     folder = save(module, tmp_path / family)
-    report = pair_inspection.inspect_files(
-        ModelSource(folder, backend=backend), None, (CPU, CPU), ("auto", None), lambda _: None
-    )
+    options = ModelOptions(folder, backend=backend)
+    report = pair_inspection.inspect_files(options, (CPU, CPU), lambda _: None)
     pair = specgen.load(folder, device="cpu", dtype="float32", backend=backend)
     saved = [buffer for name, buffer in module.named_buffers() if name in module.state_dict()]
     parameters = sum(weight.numel() for weight in (*module.parameters(), *saved))
@@ -231,12 +230,10 @@ def test_passes_are_timed_as_wide_as_they_say(demo_pair: specgen.Pair) -> None:
 
 
 def test_two_devices_each_need_room_for_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [ModelSource(str(demo.folder(role))) for role in demo.ROLES]
     free = {"cpu": 12 << 20, "mps": 900 << 10}
     monkeypatch.setattr(pair_inspection, "free_memory", lambda device: free[device.type])
     for draft, own in (("cpu", None), ("mps", 900 << 10)):
         devices = CPU, torch.device(draft)
-        report = pair_inspection.inspect_files(
-            sources[0], sources[1], devices, ("float32", None), lambda _: None
-        )
+        options = ModelOptions(dtype="float32")
+        report = pair_inspection.inspect_files(options, devices, lambda _: None)
         assert (report.free_bytes, report.draft_free_bytes) == (12 << 20, own)

@@ -46,9 +46,9 @@ def test_each_prompt_gets_one_line_of_json_after_one_load(
     generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
-    load = loading.load
+    load = loading.load_pair
     monkeypatch.setattr(
-        loading, "load", lambda *given, **more: loads.append(1) or load(*given, **more)
+        loading, "load_pair", lambda *given, **more: loads.append(1) or load(*given, **more)
     )
     code, out, err = generate("--json")
     lines = parsed(out)

@@ -30,37 +30,6 @@ DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --dr
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
-def check_models(named: Mapping[str, str | None], backend: str, draft_dtype: str | None) -> None:
-    """Checks the names of models and their options before anything is loaded. Raises SpecgenError
-    for the first mistake.
-
-    Mistakes are an unknown `backend` or `draft_dtype`, and an option without the model that it
-    belongs to, such as `revision` without `target`. `named` has the values of `target`, `draft`,
-    `revision` and `draft_revision`, None where not given. If neither model is named, the bundled
-    pair is meant, so that a `draft_dtype` alone is allowed.
-    """
-    for what, name, known in (
-        ("backend", backend, BACKENDS),
-        ("draft dtype", draft_dtype, DRAFT_DTYPES),
-    ):
-        if name is not None and name not in known:
-            raise SpecgenError(
-                f"there is no {what} {name!r}", f"Take {', '.join(known[:-1])} or {known[-1]}"
-            )
-    given = {"draft_dtype": None if named["target"] is None else draft_dtype, **named}
-    for option, needed in {
-        "draft": "target",
-        "revision": "target",
-        "draft_revision": "draft",
-        "draft_dtype": "draft",
-    }.items():
-        if given[option] is not None and given[needed] is None:
-            written = f"--{option.replace('_', '-')} {given[option]}"
-            raise SpecgenError(
-                f"{written} is given without --{needed}", f"Name the {needed} too: --{needed} MODEL"
-            )
-
-
 _SAMPLING = {  # the bounds of `SamplingParams`
     "max_new_tokens": Setting(128, "", 1, LARGEST),
     "temperature": Setting(0.0, "", 0, 100),

@@ -14,9 +14,10 @@ import typer
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import check_writable, file_identity
+from specgen.base.model_options import ModelOptions
 from specgen.base.text import argument_text
 from specgen.base.types import DRAFT_DTYPES
-from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN, ModelOptions
+from specgen.cli.options import ARGUMENTS, COMMANDS, LEAST, ROWS, SHOWN
 
 # of the files that specgen writes; the files of a model have others
 OWN_SUFFIXES = (".jsonl", ".csv", ".html", ".svg")
@@ -44,7 +45,7 @@ def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
     shown = SHOWN[name].split()
     for group in groups:
         types = get_type_hints(group)
-        for field in fields(group):
+        for field in options_of(group):
             is_hidden = not shows_all and field.name not in shown
             row = own_rows.get(field.name) or ROWS[field.name]
             parameters.append(
@@ -69,7 +70,7 @@ def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
     def run(**values: Any) -> None:
         options = []
         for group in groups:
-            own = {field.name: values[field.name] for field in fields(group)}
+            own = {field.name: values[field.name] for field in options_of(group)}
             options.append(group(**own))
         function = getattr(import_module(f"specgen.cli.{name}"), name)
         function(*options)
@@ -181,6 +182,11 @@ def _parameter(
         default=field.default,
         annotation=Annotated[field_type, described],
     )
+
+
+def options_of(group: Any) -> list[Field[Any]]:
+    """Returns the fields of a group that are options on the command line."""
+    return [each for each in fields(group) if each.name not in getattr(group, "not_options", ())]
 
 
 def option_of(name: str) -> str:

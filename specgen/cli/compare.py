@@ -28,7 +28,7 @@ from specgen.base.text import counted, print_json, significant
 from specgen.base.types import QUANTISED, SamplingParams
 from specgen.cli.commands import check_outputs, given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
-from specgen.cli.options import CompareOptions, CompareOutput, DecodingOptions, SamplingOptions
+from specgen.cli.options import CompareOptions, CompareOutput, DecodingGroup, SamplingOptions
 from specgen.compare.method_specs import MethodSpec, parse_specs
 from specgen.compare.prompts import load_prompts
 from specgen.compare.results import (
@@ -66,7 +66,7 @@ class OutputDiffersError(SpecgenError):
 
 
 def compare(
-    asked: CompareOptions, models: DecodingOptions, options: SamplingOptions, output: CompareOutput
+    asked: CompareOptions, models: DecodingGroup, options: SamplingOptions, output: CompareOutput
 ) -> None:
     """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong
     options, and as `Comparison.run`."""
@@ -164,7 +164,7 @@ def _drafts_in_turn(specs: Sequence[MethodSpec]) -> bool:
 
 
 def _open_pair(
-    models: DecodingOptions,
+    models: DecodingGroup,
     specs: Sequence[MethodSpec],
     err: Console,
     output: CompareOutput,
@@ -208,7 +208,7 @@ def _runner(
 
 
 def _takes_profile(
-    asked: CompareOptions, models: DecodingOptions, recorded: RecordedComparison | None
+    asked: CompareOptions, models: DecodingGroup, recorded: RecordedComparison | None
 ) -> bool:
     """Whether methods without settings run with the settings and the draft of the tuned profile.
 

@@ -20,7 +20,7 @@ from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
 from specgen.cli.opening import choose, choose_found, models_in_words, open_pair, show_overlap
-from specgen.cli.options import DecodingOptions, GenerateOptions, GenerateOutput, GenerateSampling
+from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
 from specgen.cli.prompts_file import PromptsFile, holds_prompts
@@ -32,15 +32,15 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
+    from specgen.base.model_options import Finding
     from specgen.methods.base import Choice, Method
-    from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
 
 
 def generate(
     asked: GenerateOptions,
-    models: DecodingOptions,
+    models: DecodingGroup,
     sampling: GenerateSampling,
     output: GenerateOutput,
 ) -> None:
@@ -157,7 +157,7 @@ def _describe_method(written: str | None, output: GenerateOutput) -> None:
     method_card(theme.console(no_color=output.no_color), method)
 
 
-def _choice(asked: GenerateOptions, models: DecodingOptions, params: SamplingParams) -> Choice:
+def _choice(asked: GenerateOptions, models: DecodingGroup, params: SamplingParams) -> Choice:
     """Returns the method of --method, else the default one, with the settings that the user gave.
     Raises SpecgenError if they are wrong, or if the method lacks a draft model."""
     name, settings = methods.split(methods.DEFAULT_METHOD if asked.method is None else asked.method)
@@ -171,7 +171,7 @@ def _choice(asked: GenerateOptions, models: DecodingOptions, params: SamplingPar
 
 
 def _inputs(
-    asked: GenerateOptions, output: GenerateOutput, models: DecodingOptions
+    asked: GenerateOptions, output: GenerateOutput, models: DecodingGroup
 ) -> tuple[list[Question] | None, PromptInput | None]:
     """Returns the prompts of --prompts, or the one prompt; neither for a conversation. Raises
     SpecgenError if they cannot be read, or if an output would replace what is read."""
@@ -187,7 +187,7 @@ def _inputs(
 
 
 def _open_pair(
-    models: DecodingOptions,
+    models: DecodingGroup,
     choice: Choice,
     params: SamplingParams,
     err: Console,
@@ -221,7 +221,7 @@ def _whole_text(prompt: PromptInput, err: Console, *, quiet: bool) -> str:
     return text
 
 
-def _where(pair: Pair, models: DecodingOptions) -> str:
+def _where(pair: Pair, models: DecodingGroup) -> str:
     """Returns the target's device and dtype, if one of them was chosen for the user; else ""."""
     if "auto" not in (models.device, models.dtype):
         return ""

@@ -17,7 +17,7 @@ from specgen.cli.inspect_traces import inspect_traces
 from specgen.cli.opening import disable_hub_progress, open_pair
 from specgen.cli.options import (
     InspectOptions,
-    ModelOptions,
+    ModelGroup,
     OutputOptions,
     PairOptions,
     TraceOptions,
@@ -35,7 +35,7 @@ def inspect(
     asked: InspectOptions,
     shown: TraceOptions,
     pair: PairOptions,
-    models: ModelOptions,
+    models: ModelGroup,
     output: OutputOptions,
 ) -> None:
     """Shows traces, a pair of models or the methods. Raises SpecgenError for options that
@@ -54,7 +54,7 @@ def inspect(
 
 
 def _check(
-    asked: InspectOptions, shown: TraceOptions, pair: PairOptions, models: ModelOptions
+    asked: InspectOptions, shown: TraceOptions, pair: PairOptions, models: ModelGroup
 ) -> None:
     """Raises SpecgenError unless the options name one thing to inspect."""
     wanted = []
@@ -85,7 +85,7 @@ def _check(
         )
 
 
-def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool) -> None:
+def _inspect_pair(models: ModelGroup, output: OutputOptions, *, measure: bool) -> None:
     """Shows a report on a pair of models. With `measure` the models are loaded and timed."""
     err = theme.console(stderr=True, no_color=output.no_color)
     report = _report(models, err, quiet=output.quiet)
@@ -112,67 +112,37 @@ def _inspect_pair(models: ModelOptions, output: OutputOptions, *, measure: bool)
         view.show(out, report, _next_command(models, report))
 
 
-def _drafters(models: ModelOptions, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
+def _drafters(models: ModelGroup, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
     """Returns what was found to draft for the target, if no drafter is named, and a hint at
     published drafters if nothing was found."""
     if not models.finds or models.target is None:
         return [], None
     with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
-        from specgen.engine.model_files import ModelSource, find_model
+        from specgen.engine.model_files import find_model
         from specgen.pair.finding import hint, search
+        from specgen.pair.loading import model_sources
 
-        source = ModelSource(
-            models.target, models.revision, models.trust_remote_code, models.offline
-        )
         device = pick_device(models.device)
         devices = device, pick_draft_device(models.draft_device, models.device, device)
-        dtypes = models.dtype, models.draft_dtype
-        drafters = search(find_model(source, loading.announce), devices, dtypes).found
+        target, *_ = model_sources(models.loaded())
+        drafters = search(find_model(target, loading.announce), devices, models).found
         return drafters, None if drafters else hint(models.target)
 
 
-def _report(models: ModelOptions, err: Console, *, quiet: bool) -> PairReport:
+def _report(models: ModelGroup, err: Console, *, quiet: bool) -> PairReport:
     """Returns a report on the models' files, without loading their weights."""
     disable_hub_progress(err, quiet=quiet)
     with Progress(err, quiet=quiet) as loading:
         from specgen.engine.devices import pick_device, pick_draft_device
-        from specgen.engine.hub import head_folder
-        from specgen.pair.loading import assistant_folder, model_sources
         from specgen.tune.pair_inspection import inspect_files
 
         device = pick_device(models.device)
         draft_device = pick_draft_device(models.draft_device, models.device, device)
-        draft = None if models.draft == "none" else models.draft
-        named = (
-            models.target,
-            draft,
-            models.revision,
-            models.draft_revision,
-            models.trust_remote_code,
-            models.offline,
-        )
-        target, *drafts = model_sources(*named, models.backend)
-        head = None
-        if models.head is not None:
-            head = head_folder(models.head, models.offline, loading.announce)
-        if models.target is not None and drafts:
-            assistant = assistant_folder(drafts[0], loading.announce)
-            if assistant is not None:
-                head = assistant
-                drafts = []
-        return inspect_files(
-            replace(target, context=models.context),
-            drafts[0] if drafts else None,
-            (device, draft_device),
-            (models.dtype, models.draft_dtype),
-            loading.announce,
-            (models.exit_layer, head),
-            (models.device, models.draft_device),
-        )
+        return inspect_files(models.loaded(), (device, draft_device), loading.announce)
 
 
-def _next_command(models: ModelOptions, report: PairReport) -> str:
+def _next_command(models: ModelGroup, report: PairReport) -> str:
     """Returns the command that the user can run next. If tokens cannot be translated between the
     models, it names methods that work without that."""
     arguments = ""

@@ -22,7 +22,7 @@ from specgen.base.measuring import Sample, spread
 from specgen.base.part_kinds import HEADS, MTP
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
-from specgen.cli.options import DecodingOptions, ModelOptions
+from specgen.cli.options import DecodingGroup
 from specgen.methods.base import DRAFT_MODEL
 from specgen.view.progress import Progress
 from specgen.workers.process import DraftProcess, is_possible
@@ -33,15 +33,15 @@ _WARM_UP_ROUNDS = 2  # of these, not counted
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.base.model_options import Finding, ModelOptions
     from specgen.compare.method_specs import MethodSpec
     from specgen.pair.finding import Found
-    from specgen.pair.loading import Finding
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
 
 
 def open_pair(
-    models: ModelOptions,
+    models: DecodingGroup,
     err: Console,
     *,
     quiet: bool,
@@ -72,15 +72,11 @@ def open_pair(
         if parallel and models.probably_on_cpu and is_possible():
             process = DraftProcess()
         loading.announce("loading torch")
-        from specgen.pair.loading import load
+        from specgen.pair.loading import load_pair
 
         interrupts.check()
-        looked_for = find if models.finds else False
-        pair = load(
-            **models.arguments(), find=looked_for, announce=loading.announce, process=process
-        )
-
-        if tuned_for is not None and isinstance(models, DecodingOptions) and models.uses_profile:
+        pair = load_pair(models.loaded(find), loading.announce, process)
+        if tuned_for is not None and models.uses_profile:
             is_silent = is_method_named and models.profile is None
             pair, profile = _tuned_pair(
                 pair, tuned_for, models, process, loading, is_silent=is_silent
@@ -102,7 +98,7 @@ def open_pair(
 def _tuned_pair(
     pair: Pair,
     sampling: SamplingParams,
-    models: DecodingOptions,
+    models: DecodingGroup,
     process: DraftProcess | None,
     loading: Progress,
     *,
@@ -114,8 +110,7 @@ def _tuned_pair(
     def note(text: str) -> None:
         loading.keep(Text(text))
 
-    dtypes = (models.dtype, models.draft_dtype)
-    pair = with_tuned_draft(pair, sampling, models.profile, dtypes, process)
+    pair = with_tuned_draft(pair, sampling, models.profile, models, process)
     may_round = models.draft_dtype is None and models.has_draft
     say_why_not = (lambda _: None) if is_silent else note
     profile = find_profile(pair, sampling, models.profile, say_why_not, any_draft_dtype=may_round)
@@ -202,15 +197,14 @@ def with_tuned_draft(
     pair: Pair,
     sampling: SamplingParams,
     folder: Path | None,
-    dtypes: tuple[str, str | None],
+    options: ModelOptions,
     process: DraftProcess | None = None,
 ) -> Pair:
     """Returns the pair with the draft model that was tuned, if it is one of the others that were
     found for the target; else the pair as it is.
 
     It is that of the profile in `folder`; None: that of the target's latest profile for this
-    sampling. `dtypes` are the values of --dtype and --draft-dtype, `process` is as for
-    `_with_profile`.
+    sampling. `options` say in which dtype it is loaded, `process` is as for `_with_profile`.
     """
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
@@ -219,7 +213,7 @@ def with_tuned_draft(
     if not drafts:
         return pair
     tuned = _latest_tuned(pair, drafts, sampling) if folder is None else _tuned_in(folder, drafts)
-    return pair if tuned is None else with_found(pair, tuned, dtypes, process=process)
+    return pair if tuned is None else with_found(pair, tuned, options, process=process)
 
 
 def _tuned_in(folder: Path, drafts: Sequence[Found]) -> Found | None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import EXIT_WEIGHTS, file_identity
-from specgen.base.types import SamplingParams, check_models
+from specgen.base.files import file_identity
+from specgen.base.model_options import Finding, ModelOptions
+from specgen.base.types import SamplingParams
 
 # By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]
 MAX_NEW_TOKENS = 128
+NO_DRAFT = "none"  # as a value of --draft
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
 SHOWN = {
@@ -327,45 +329,20 @@ TUNE_ROWS: Rows = {
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which models to load, and onto which devices.
+class DecodingGroup(ModelOptions):
+    """Which models to load, and how they compute, for a command that decodes.
 
-    If `target` is None, the demo pair that comes with specgen is used. Raises SpecgenError if
-    --draft or --revision is given without --target, or --draft-revision or --draft-dtype without a
-    draft model, and for an unknown --backend or --draft-dtype.
+    `none` as a draft: nothing drafts for the target, and nothing is looked for.
     """
 
     panel: ClassVar[str] = "Models"
-    target: str | None = None
-    draft: str | None = None
-    device: str = "auto"
-    draft_device: str | None = None
-    dtype: str = "auto"
-    draft_dtype: str | None = None
-    revision: str | None = None
-    draft_revision: str | None = None
-    trust_remote_code: bool = False
-    offline: bool = False
-    exit_layer: Path | None = None
-    head: Path | None = None
-    backend: str = "auto"
-    context: int | None = None
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        models = {
-            "target": self.target,
-            "draft": self.draft,
-            "revision": self.revision,
-            "draft_revision": self.draft_revision,
-        }
-        check_models(models, self.backend, self.draft_dtype)
+    not_options: ClassVar[tuple[str, ...]] = ("find",)
 
     @property
     def has_draft(self) -> bool:
         """Whether there will be a draft model: the one of --draft, or the demo pair's if no target
         is named."""
-        return self.draft != "none" and (
+        return self.draft != NO_DRAFT and (
             self.draft is not None or self.target is None or self.finds
         )
 
@@ -384,41 +361,18 @@ class ModelOptions:
         is_without_gpu = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
         return devices <= ({"cpu", "auto"} if is_without_gpu else {"cpu"})
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns these options as keyword arguments for `specgen.load`, but for `find`."""
-        options = asdict(self)
-        if self.draft == "none":
-            options["draft"] = None
-        for name in ("profile", "threads"):
-            options.pop(name, None)
-        return options
+    def loaded(self, find: bool | Finding = False) -> ModelOptions:
+        """Returns what to load, with a search for drafters as in `find` if none is named. Without
+        the profile, which commands open themselves, to say why one is not used."""
+        draft = None if self.draft == NO_DRAFT else self.draft
+        return replace(self, draft=draft, find=find if self.finds else False, profile=None)
 
 
 @dataclass(frozen=True)
-class DecodingOptions(ModelOptions):
-    """Which models to load, and how they compute, for a command that decodes.
+class ModelGroup(DecodingGroup):
+    """Which models to load, for a command that only inspects or tunes them."""
 
-    If --exit-layer is not given, an exit layer in the profile's folder is taken.
-    """
-
-    exact: bool = False
-    repetition_penalty: float | None = None
-    profile: Path | None = None
-
-    @property
-    def uses_profile(self) -> bool:
-        """Whether a profile may be used: not with `--profile none`."""
-        return self.profile is None or str(self.profile) != "none"
-
-    def __post_init__(self) -> None:
-        ModelOptions.__post_init__(self)
-        if (
-            self.uses_profile
-            and self.profile is not None
-            and self.exit_layer is None
-            and (self.profile / EXIT_WEIGHTS).is_file()
-        ):
-            object.__setattr__(self, "exit_layer", self.profile)
+    not_options: ClassVar[tuple[str, ...]] = ("find", "exact", "repetition_penalty", "profile")
 
 
 @dataclass(frozen=True)
@@ -633,7 +587,7 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
     "generate": (
         "Continue a prompt. The tokens that the draft proposed are green, the target's own plain.",
         GENERATE_ROWS,
-        (GenerateOptions, DecodingOptions, GenerateSampling, GenerateOutput),
+        (GenerateOptions, DecodingGroup, GenerateSampling, GenerateOutput),
     ),
     "compare": (
         (
@@ -641,7 +595,7 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
             "acceptance, is the output the target's?"
         ),
         COMPARE_ROWS,
-        (CompareOptions, DecodingOptions, SamplingOptions, CompareOutput),
+        (CompareOptions, DecodingGroup, SamplingOptions, CompareOutput),
     ),
     "inspect": (
         (
@@ -649,7 +603,7 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
             "--draft), or the methods (--methods)."
         ),
         INSPECT_ROWS,
-        (InspectOptions, TraceOptions, PairOptions, ModelOptions, OutputOptions),
+        (InspectOptions, TraceOptions, PairOptions, ModelGroup, OutputOptions),
     ),
     "tune": (
         (
@@ -657,6 +611,6 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
             "--train: train what drafts for a target."
         ),
         TUNE_ROWS,
-        (TuneOptions, TrainingOptions, TuneSampling, ModelOptions, OutputOptions),
+        (TuneOptions, TrainingOptions, TuneSampling, ModelGroup, OutputOptions),
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,7 @@ from specgen.base.files import make_writable_folder, pair_folder, part_folder
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.text import print_json, print_result
 from specgen.cli.opening import disable_hub_progress
-from specgen.cli.options import ModelOptions, TrainingOptions, TuneOptions
+from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.pair.prompts import messages
 
@@ -78,14 +78,14 @@ TRAINABLE = {part.method: part for part in (EXIT, DRAFT, MEDUSA, EAGLE, GLIDE, B
 class Asked(NamedTuple):
     """What the user asked for: the options, and in `part` what is to be trained."""
 
-    models: ModelOptions
+    models: ModelGroup
     tuning: TuneOptions
     training: TrainingOptions
     seed: int
     part: Trainable
 
 
-def part_of(tuning: TuneOptions, models: ModelOptions) -> Trainable:
+def part_of(tuning: TuneOptions, models: ModelGroup) -> Trainable:
     """Returns what the options ask to train. Raises SpecgenError if --methods names a method that
     has nothing to train, or methods for which different things would be trained."""
     named = {name.strip() for name in (tuning.methods or "eesd").split(",")}
@@ -175,7 +175,7 @@ def _check_values(asked: Asked) -> None:
 
 
 def train(
-    models: ModelOptions,
+    models: ModelGroup,
     tuning: TuneOptions,
     seed: int,
     training: TrainingOptions,
@@ -246,14 +246,14 @@ def _run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, A
 def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
     """Loads the models and the text, and returns what is to be trained. `prompts` are those of
     --prompts. Raises SpecgenError if it cannot be trained for these models, or without text."""
-    from specgen.pair.loading import load
+    from specgen.pair.loading import load_pair
 
     training = asked.training
     part = asked.part
-    arguments = asked.models.arguments() | {"exit_layer": None, "head": None, "find": False}
+    options = replace(asked.models.loaded(), exit_layer=None, head=None)
     if part is not DRAFT:
-        arguments |= dict.fromkeys(("draft", "draft_revision", "draft_device"))
-    pair = load(**arguments, announce=progress.announce)
+        options = replace(options, draft=None, draft_revision=None, draft_device=None)
+    pair = load_pair(options, progress.announce)
     progress.announce("reading texts")
     task = training_task(asked, prompts, pair.target, pair.draft if part is DRAFT else None)
     module, name = part.objective.split(".")

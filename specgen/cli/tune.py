@@ -32,7 +32,7 @@ from specgen.cli.opening import (
     with_tuned_draft,
 )
 from specgen.cli.options import (
-    ModelOptions,
+    ModelGroup,
     OutputOptions,
     TrainingOptions,
     TuneOptions,
@@ -65,7 +65,7 @@ def tune(
     tuning: TuneOptions,
     training: TrainingOptions,
     sampling: TuneSampling,
-    models: ModelOptions,
+    models: ModelGroup,
     output: OutputOptions,
 ) -> None:
     """Tunes the pair, or with --train trains a draft model, an exit layer or a head. Raises
@@ -95,7 +95,7 @@ def tune(
 
 
 def tune_pair(
-    models: ModelOptions,
+    models: ModelGroup,
     asked: TuneOptions,
     sampling: SamplingParams,
     output: OutputOptions,
@@ -122,14 +122,13 @@ def tune_pair(
     failure = None
     with ExitStack() as opened:
         opened.enter_context(pair)
-        dtypes = (models.dtype, models.draft_dtype)
         if may_reuse:
-            pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, dtypes))
+            pair = opened.enter_context(with_tuned_draft(pair, sampling, asked.out, models))
             profile = _earlier_profile(pair, request, asked, Progress(err, quiet=output.quiet))
         if profile is None:
             if not output.quiet:
                 show_overlap(pair, err)
-            pair, others = _others(pair, dtypes, opened)
+            pair, others = _others(pair, models, opened)
             pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
             _export(asked.export, pair, profile, request.names, err, output.quiet)
@@ -138,7 +137,7 @@ def tune_pair(
 
 
 def _request(
-    models: ModelOptions, asked: TuneOptions, sampling: SamplingParams, begin: float
+    models: ModelGroup, asked: TuneOptions, sampling: SamplingParams, begin: float
 ) -> TuningRequest:
     """Returns what the options ask to tune, by when. Raises SpecgenError if one is wrong."""
     objective = Objective.parse(asked.objective, asked.max_perplexity)
@@ -230,20 +229,20 @@ def _check_folder(folder: Path, asked: TuneOptions) -> None:
 
 
 def _others(
-    pair: Pair, dtypes: tuple[str, str | None], opened: ExitStack
+    pair: Pair, models: ModelGroup, opened: ExitStack
 ) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
     """Returns the pair, with a draft model if one was found for the target, and functions that make
     pairs with other drafts from the best pair so far.
 
     The others are the further drafts that were found, and the best one with rounded weights, unless
-    --draft-dtype says how its weights are. `dtypes` are the values of --dtype and --draft-dtype.
+    --draft-dtype says how its weights are.
     `opened` closes the pairs.
     """
     from specgen.pair.finding import other_drafts
     from specgen.pair.loading import with_found
 
     def with_draft(draft: Found, best: Pair) -> Pair:
-        return opened.enter_context(with_found(best, draft, dtypes))
+        return opened.enter_context(with_found(best, draft, models))
 
     def with_rounded_draft(best: Pair) -> Pair | None:
         rounded = _rounded(best)
@@ -253,7 +252,7 @@ def _others(
     if pair.draft is None and drafts:  # little is expected of it
         pair = with_draft(drafts.pop(0), pair)
     others: list[Callable[[Pair], Pair | None]] = [partial(with_draft, draft) for draft in drafts]
-    if dtypes[1] is None:
+    if models.draft_dtype is None:
         others.append(with_rounded_draft)
     return pair, others
 

@@ -14,6 +14,7 @@ import torch
 
 from specgen.base import machine
 from specgen.base.errors import RunError, SpecgenError
+from specgen.base.model_options import ModelOptions
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
@@ -48,19 +49,18 @@ class Precision:
 
 
 def choose_precisions(
-    models: Sequence[ModelFiles], devices: Sequence[torch.device], dtypes: tuple[str, str | None]
+    models: Sequence[ModelFiles], devices: Sequence[torch.device], options: ModelOptions
 ) -> list[Precision]:
     """Returns the precision of a target and, if `models` has a second one, of its draft model.
     `devices` are the models' devices.
 
-    `dtypes` are the values of --dtype and --draft-dtype. Raises SpecgenError as `choose_precision`
+    Raises SpecgenError as `choose_precision`
     and `choose_draft_precision` do.
     """
     target, *drafts = models
-    of_drafts = [
-        choose_draft_precision(dtypes[1], dtypes[0], draft, devices[1]) for draft in drafts
-    ]
-    return [choose_precision(dtypes[0], target, devices[0]), *of_drafts]
+    own, of_draft = options.dtype, options.draft_dtype
+    of_drafts = [choose_draft_precision(of_draft, own, draft, devices[1]) for draft in drafts]
+    return [choose_precision(own, target, devices[0]), *of_drafts]
 
 
 def choose_draft_precision(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import HEADS, MTP, ONE_PASS
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.gguf.file import is_gguf
@@ -154,14 +155,14 @@ class Search:
 def search(
     target: ModelFiles,
     devices: Sequence[torch.device] = (),
-    dtypes: Sequence[str | None] = (),
+    options: ModelOptions | None = None,
 ) -> Search:
     """Looks for what can draft for the target. Something that cannot be read is not found, and
     never an error.
 
-    `devices` are the target's and the draft's, `dtypes` the values of --dtype and --draft-dtype.
-    Whether a model works, and how much of it is accepted, was perhaps learned earlier in a run on
-    such devices with these dtypes.
+    `devices` are the target's and the draft's. Whether a model works, and how much of it is
+    accepted, was perhaps learned earlier in a run on such devices with the dtypes of `options`
+    (None: the default ones).
     """
     store = PartStore(unloaded(target))
     own = []
@@ -179,7 +180,7 @@ def search(
 
     folders = dict(_places(target))
     state = search_state([target.folder.resolve(), *folders.values()])
-    conditions = _conditions(target.source, devices, dtypes)
+    conditions = _conditions(target.source, devices, options or ModelOptions())
     kept = read_search(target.folder, conditions, state)
     if kept is not None:
         return Search(target.folder, conditions, folders, state, own, _restored(kept, folders))
@@ -201,13 +202,14 @@ def search(
 def _conditions(
     source: ModelSource,
     devices: Sequence[torch.device],
-    dtypes: Sequence[str | None],
+    named: ModelOptions,
 ) -> str:
     """Returns, as text, that on which it depends whether models can be loaded, and what the target
     accepts."""
     options = source.backend, source.trust_remote_code, source.exact
     limits = source.context, source.repetition_penalty
-    return json.dumps([*options, *limits, [device.type for device in devices], list(dtypes)])
+    dtypes = [named.dtype, named.draft_dtype]
+    return json.dumps([*options, *limits, [device.type for device in devices], dtypes])
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,10 +14,9 @@ from specgen import demo
 from specgen.base import machine
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import EXIT_WEIGHTS
+from specgen.base.model_options import Finding, ModelOptions
 from specgen.base.part_kinds import HEADS
-from specgen.base.settings import Setting
 from specgen.base.text import one_line
-from specgen.base.types import check_models
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.hub import head_folder
 from specgen.engine.loaded_model import LoadedModel, load_model, translation_between
@@ -38,9 +37,7 @@ from specgen.workers.worker import DraftWorker
 if TYPE_CHECKING:
     from specgen.pair.profile import Profile
 
-Finding = Literal["untried", "unloaded", "heads"]
 MOST_TRIED = 3  # models, of those that were found
-NO_PROFILE = "none"  # instead of a profile's folder
 
 
 def load(
@@ -102,47 +99,48 @@ def load(
     ends. Raises SpecgenError for options that do not fit together and for a model that is not
     found, is damaged or cannot be run as asked, and RunError if memory is short.
     """
-    named = {
-        "target": target,
-        "draft": draft,
-        "revision": revision,
-        "draft_revision": draft_revision,
-    }
-    models = {name: None if value is None else str(value) for name, value in named.items()}
-    check_models(models, backend, draft_dtype)
-    sources = model_sources(
-        **models, trust_remote_code=trust_remote_code, offline=offline, backend=backend
+    options = ModelOptions(
+        None if target is None else str(target),
+        None if draft is None else str(draft),
+        device,
+        draft_device,
+        dtype,
+        draft_dtype,
+        None if revision is None else str(revision),
+        None if draft_revision is None else str(draft_revision),
+        trust_remote_code,
+        offline,
+        None if exit_layer is None else Path(exit_layer),
+        None if head is None else Path(head),
+        backend,
+        context,
+        exact=exact,
+        repetition_penalty=repetition_penalty,
+        profile=None if profile is None else Path(profile),
+        find=find,
     )
-    if repetition_penalty is not None:
-        repetition_penalty = float(
-            Setting(1.0, "", 0.01, 100).parse("repetition_penalty", repetition_penalty)
-        )
-    if (
-        target is not None
-        and draft is not None
-        and (folder := assistant_folder(sources[1], announce)) is not None
-    ):
-        head = folder
-        del sources[1]
-    sources[0] = replace(
-        sources[0], exact=exact, context=context, repetition_penalty=repetition_penalty
-    )
-    if profile is not None and exit_layer is None and (Path(profile) / EXIT_WEIGHTS).is_file():
-        exit_layer = profile
+    return load_pair(options, announce, process)
+
+
+def load_pair(
+    options: ModelOptions, announce: Callable[[str], None], process: DraftProcess | None = None
+) -> Pair:
+    """Loads what `options` name; see `load`. If that fails, it ends the `process`."""
     try:
-        pair = _load(
-            sources, (device, draft_device), (dtype, draft_dtype), announce, process, find=find
-        )
-        pair.parts.is_bundled = target is None
-        if exit_layer is not None:
-            pair.parts.name(Path(exit_layer), is_exit=True)
+        head = assistant_folder(options, announce)
+        sources = model_sources(options)
         if head is not None:
-            folder = head_folder(head, offline, announce)
-            pair.parts.name(folder, is_exit=(folder / EXIT_WEIGHTS).is_file())
-        if str(profile) != NO_PROFILE:
-            pair = _with_profile(
-                pair, None if profile is None else Path(profile), draft_dtype, process
-            )
+            sources = sources[:1]
+        pair = _load(options, sources, announce, process)
+        pair.parts.is_bundled = options.target is None
+        if options.exit_layer is not None:
+            pair.parts.name(options.exit_layer, is_exit=True)
+        if head is None and options.head is not None:
+            head = head_folder(options.head, options.offline, announce)
+        if head is not None:
+            pair.parts.name(head, is_exit=(head / EXIT_WEIGHTS).is_file())
+        if options.uses_profile:
+            pair = _with_profile(pair, options, process)
     except BaseException:
         if process is not None:
             process.close()
@@ -150,22 +148,21 @@ def load(
     return pair
 
 
-def _with_profile(
-    pair: Pair, folder: Path | None, draft_dtype: str | None, process: DraftProcess | None
-) -> Pair:
-    """Returns the pair with the place of its tuned profile: `folder`, or None for where `specgen
-    tune` saves it.
+def _with_profile(pair: Pair, options: ModelOptions, process: DraftProcess | None) -> Pair:
+    """Returns the pair with the place of its tuned profile: the folder that the user named, or the
+    one where `specgen tune` saves it.
 
-    The draft's weights are rounded as in the tuning of a named profile, unless `draft_dtype` is
-    given. Raises SpecgenError if a named profile cannot be read, or was made for other models or
+    The draft's weights are rounded as in the tuning of a named profile, unless the user named their
+    dtype. Raises SpecgenError if a named profile cannot be read, or was made for other models or
     another machine.
     """
+    folder = options.profile
     if folder is not None:
         from specgen.pair import profile as profiles  # imports pydantic
 
         profile = profiles.load(folder)
         key = profile_key_of(pair)
-        if draft_dtype is None:
+        if options.draft_dtype is None:
             key = with_rounded_draft(key, profile.draft_dtype)
         why = profile.mismatch(key)
         if why is not None:
@@ -175,76 +172,70 @@ def _with_profile(
     return pair
 
 
-def assistant_folder(draft: ModelSource, announce: Callable[[str], None]) -> Path | None:
+def assistant_folder(options: ModelOptions, announce: Callable[[str], None]) -> Path | None:
     """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its
-    target; None: it is none."""
+    target; None: it is none, or none is named."""
+    if options.draft is None:
+        return None
+    _, draft = model_sources(options)
     folder = folder_of(draft, announce)
-    return (
-        folder if read_config(folder, draft.name).get("model_type") == "gemma4_assistant" else None
-    )
+    is_assistant = read_config(folder, draft.name).get("model_type") == "gemma4_assistant"
+    return folder if is_assistant else None
 
 
-def model_sources(
-    target: str | None,
-    draft: str | None,
-    revision: str | None,
-    draft_revision: str | None,
-    trust_remote_code: bool,
-    offline: bool,
-    backend: str = "auto",
-) -> list[ModelSource]:
+def model_sources(options: ModelOptions) -> list[ModelSource]:
     """Returns what describes where to load the target from, then the same for the draft model if
-    there is one.
-
-    Nothing is looked up yet, and nothing raised. If `target` is None, both are the models that come
-    with specgen, and `draft` is None too. The other arguments are those of `load`.
-    """
-    if target is None:
-        return [
+    there is one. Nothing is looked up yet, and nothing raised."""
+    backend = options.backend
+    if options.target is None:
+        target, draft = (
             ModelSource(f"demo/{role}", backend=backend, is_bundled=True) for role in demo.ROLES
-        ]
-    sources = [ModelSource(target, revision, trust_remote_code, offline, backend)]
-    if draft is not None:
-        sources.append(ModelSource(draft, draft_revision, trust_remote_code, offline, backend))
-    return sources
+        )
+    else:
+        common = options.trust_remote_code, options.offline, backend
+        target = ModelSource(options.target, options.revision, *common)
+        draft = None
+        if options.draft is not None:
+            draft = ModelSource(options.draft, options.draft_revision, *common)
+    target = replace(
+        target,
+        exact=options.exact,
+        context=options.context,
+        repetition_penalty=options.repetition_penalty,
+    )
+    return [target] if draft is None else [target, draft]
 
 
 def _load(
+    options: ModelOptions,
     sources: Sequence[ModelSource],
-    named: tuple[str, str | None],
-    dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
     process: DraftProcess | None,
-    *,
-    find: bool | Finding = False,
 ) -> Pair:
-    """Loads the models. With `find`, also a draft model that is found on this machine. `named` are
-    the device names that the user gave for the target and for the draft model.
-
-    `dtypes` are the dtype for both models, and the draft model's own; None: the first holds for it
-    too.
-    """
-    devices = _devices(*named, exact=sources[0].exact)
+    """Loads the models, with a search also a draft model that is found on this machine."""
+    devices = _devices(options)
     on_device = zip(sources, devices, strict=False)
-    target, *drafts = [
+    models = [
         find_model(source, announce, on_mps=device.type == "mps") for source, device in on_device
     ]
-    precisions = choose_precisions([target, *drafts], devices, dtypes)
-    placement = place(named[0], [target, *drafts], precisions, named[1])
+    target, *drafts = models
+    precisions = choose_precisions(models, devices, options)
+    placement = place(models, precisions, options)
     layer_devices = None
-    if placement is not None:
+    if placement is None:
+        for model, device, precision in zip(models, devices, precisions, strict=False):
+            check_room(model, device, precision)
+    else:
         layer_devices = placement.layer_devices
-        if target.source.exact and layer_devices is not None:
+        if options.exact and layer_devices is not None:
             raise _not_exact(f"{target.name} needs several devices")
         if precisions[0].rounding is not None and layer_devices is not None:
             raise SpecgenError(
                 "--dtype int8 is for targets on the CPU alone", "Take --device cpu, or leave it out"
             )
         devices = placement.device, placement.draft_device or devices[1]
-        precisions = choose_precisions([target, *drafts], devices, dtypes)
-    if placement is None:
-        for model, on, precision in zip([target, *drafts], devices, precisions, strict=False):
-            check_room(model, on, precision)
+        precisions = choose_precisions(models, devices, options)
+
     draft = None
     if drafts:
         translation = None
@@ -254,7 +245,8 @@ def _load(
         except NoTokenBytes as error:
             refusal = error
         draft = LoadedModel(drafts[0], precisions[1], [devices[1]], translation, refusal)
-    worker = None if find else _worker(process, draft, devices[0])
+    worker = None if options.find else _worker(process, draft, devices[0])
+
     is_sharded = machine.launch() is not None
     if is_sharded and placement is not None:
         raise SpecgenError(
@@ -265,19 +257,18 @@ def _load(
         target, precisions[0], layer_devices or [devices[0]], announce, is_sharded=is_sharded
     )
     pair = Pair(LoadedModels(loaded, draft, worker))
-    if not find:
+    if not options.find:
         return pair
     announce(f"looking for what can draft for {target.name}")
-    pair.searched = search(target, devices, dtypes)
+    pair.searched = search(target, devices, options)
     heads = [each for each in pair.found if each.kind in HEADS]
     pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
-    return _with_model(pair, find, dtypes, devices[1], process, announce)
+    return _with_model(pair, options, devices[1], process, announce)
 
 
 def _with_model(
     pair: Pair,
-    find: bool | Finding,
-    dtypes: tuple[str, str | None],
+    options: ModelOptions,
     device: torch.device,
     process: DraftProcess | None,
     announce: Callable[[str], None],
@@ -285,16 +276,17 @@ def _with_model(
     """Returns the pair with the first model that was found for the target, is expected to gain, and
     can be used.
 
-    Without a draft model where there is none. `find` is as in `load`, the rest as in `with_found`.
-    What is learned about the models is remembered.
+    Without a draft model where there is none. `device` and `process` are as in `with_found`. What
+    is learned about the models is remembered.
     """
+    find = options.find
     models = [
         each for each in pair.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN
     ]
     for found in [] if find == "heads" else models[:MOST_TRIED]:
         learned = found
         try:
-            other = with_found(pair, found, dtypes, device, process)
+            other = with_found(pair, found, options, device, process)
             if find != "unloaded":
                 announce(f"loading {found.name}")
                 other.models.with_draft_model()
@@ -328,26 +320,25 @@ def _reason(error: Exception) -> str:
     )
 
 
-def _devices(
-    device: str, draft_device: str | None, *, exact: bool
-) -> tuple[torch.device, torch.device]:
+def _devices(options: ModelOptions) -> tuple[torch.device, torch.device]:
     """Returns the devices of the target and of the draft model. Raises SpecgenError if `exact`
     cannot be kept on the target's.
 
     Under torchrun, it returns only in the first process; see `load`.
     """
     launched = machine.launch()
+    device = options.device
     if launched is not None:
         from specgen.engine.spread import ranks
 
         ranks.follow_unless_first()
         device = ranks.device_of_rank(launched, device)
     target_device = pick_device(device)
-    if exact and target_device.type not in ("cpu", "cuda"):
+    if options.exact and target_device.type not in ("cpu", "cuda"):
         raise _not_exact(f"the target would run on {target_device}")
-    if exact and target_device.type == "cuda" and launched is not None:
+    if options.exact and target_device.type == "cuda" and launched is not None:
         raise _not_exact("torchrun splits the target over several")
-    return target_device, pick_draft_device(draft_device, device, target_device)
+    return target_device, pick_draft_device(options.draft_device, device, target_device)
 
 
 def _not_exact(why: str) -> SpecgenError:
@@ -391,15 +382,15 @@ def as_tuned(pair: Pair, profile: Profile, process: DraftProcess | None = None) 
 def with_found(
     pair: Pair,
     found: Found,
-    dtypes: tuple[str, str | None],
+    options: ModelOptions,
     device: torch.device | None = None,
     process: DraftProcess | None = None,
 ) -> Pair:
     """Returns another pair of the same target and trained parts, with a draft model that was found
     for the target.
 
-    `dtypes` are the values of --dtype and --draft-dtype. `device` None: that of the pair's draft
-    model, else the target's. See `with_draft_dtype`.
+    `options` name the dtypes. `device` None: that of the pair's draft model, else the target's. See
+    `with_draft_dtype`.
     """
     files = describe(
         found.folder, ModelSource(found.name, backend=pair.target.files.source.backend)
@@ -407,7 +398,7 @@ def with_found(
     if device is None:
         device = pair.target.device if pair.draft is None else pair.draft.device
     _ = files.eos_ids  # mistakes in the tokenizer and the generation config are reported now
-    precision = choose_draft_precision(dtypes[1], dtypes[0], files, device)
+    precision = choose_draft_precision(options.draft_dtype, options.dtype, files, device)
     check_room(files, device, precision)
     return _with_draft(pair, LoadedModel(files, precision, [device]), process)
 

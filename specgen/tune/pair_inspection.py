@@ -13,15 +13,17 @@ import torch
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
+from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import EXIT, HEADS, MTP, training_command
 from specgen.base.types import SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
+from specgen.engine.hub import head_folder
 from specgen.engine.loaded_model import translation_between
 from specgen.engine.model import NO_LIMIT
-from specgen.engine.model_files import ModelFiles, ModelSource, check_weight_files, find_model
+from specgen.engine.model_files import ModelFiles, check_weight_files, find_model
 from specgen.engine.model_runner import time_passes
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.precision import Precision, choose_precisions, weight_bytes
@@ -33,6 +35,7 @@ from specgen.methods.readiness import KnownModels, Readiness
 from specgen.methods.skip_search import example_prompts
 from specgen.models.parts import PartStore
 from specgen.pair.finding import unloaded
+from specgen.pair.loading import assistant_folder, model_sources
 from specgen.pair.pair import Pair
 from specgen.tune.rounding_cost import RoundingCost, rounding_cost
 
@@ -234,32 +237,35 @@ def _measured(
 
 
 def inspect_files(
-    target: ModelSource,
-    draft: ModelSource | None,
+    options: ModelOptions,
     devices: tuple[torch.device, torch.device],
-    dtypes: tuple[str, str | None],
     announce: Callable[[str], None],
-    parts: tuple[Path | None, Path | None] = (None, None),
-    named: tuple[str, str | None] = ("auto", None),
 ) -> PairReport:
     """Reports on target and draft model from their configs, tokenizers and the headers of their
     weight files.
 
-    `devices` are the target's and the draft's, `named` the names that the user gave for them; with
-    `auto-map` this function plans the devices itself. `dtypes` are the dtype for both models, and
-    the draft model's own; None: the first holds for it too. `parts` are the paths of the exit layer
-    and the head that the user named. A draft model with another tokenizer is reported, not refused.
-    Raises SpecgenError if a model cannot be used at all, and RunError if the target does not fit on
-    the planned devices.
+    `devices` are the target's and the draft's; with `auto-map` this function plans the devices
+    itself. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a
+    model cannot be used at all, and RunError if the target does not fit on the planned devices.
     """
     launched = launch()
-    models = [find_model(source, announce) for source in (target, draft) if source is not None]
-    tokenizers = _compared(*models) if draft is not None else None
-    precisions = choose_precisions(models, devices, dtypes)
-    placement = place(named[0], models, precisions, named[1])
+    sources = model_sources(options)
+    head = None
+    if options.head is not None:
+        head = head_folder(options.head, options.offline, announce)
+    assistant = assistant_folder(options, announce)
+    if assistant is not None:
+        head = assistant
+        sources = sources[:1]
+    models = [find_model(source, announce) for source in sources]
+    target = models[0]
+    draft = models[1] if len(models) > 1 else None
+    tokenizers = None if draft is None else _compared(target, draft)
+    precisions = choose_precisions(models, devices, options)
+    placement = place(models, precisions, options)
     if placement is not None:
         devices = placement.device, placement.draft_device or devices[1]
-        precisions = choose_precisions(models, devices, dtypes)
+        precisions = choose_precisions(models, devices, options)
     facts = [model_facts(*each) for each in zip(models, devices, precisions, strict=False)]
     is_apart = draft is not None and placement is None and devices[1] != devices[0]
     return PairReport(
@@ -269,7 +275,7 @@ def inspect_files(
         free_memory(devices[0])
         if placement is None
         else sum(stage.free for stage in placement.stages),
-        readiness(models[0], parts, tokenizers),
+        readiness(target, (options.exit_layer, head), tokenizers),
         placement=placement,
         ranks=None if launched is None else launched.ranks,
         draft_free_bytes=free_memory(devices[1]) if is_apart else None,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from specgen.base.errors import RunError
+from specgen.base.model_options import ModelOptions
 from specgen.engine.cached_prefix import PREFILL_CHUNK, chunk_size
 from specgen.engine.devices import AUTO_MAP, free_memory
 from specgen.engine.model import ModelShape
@@ -132,26 +133,23 @@ def find_rooms() -> list[Room]:
 
 
 def place(
-    device: str,
-    models: Sequence[ModelFiles],
-    choices: Sequence[Precision],
-    draft_device: str | None,
+    models: Sequence[ModelFiles], precisions: Sequence[Precision], options: ModelOptions
 ) -> Placement | None:
     """Returns the plan for a target, and for its draft model if there is one and the user has not
     named its device.
 
-    Returns None unless `device` is `auto-map` and this machine has GPUs; without GPUs, `auto-map`
+    Returns None unless the device is `auto-map` and this machine has GPUs; without GPUs, `auto-map`
     means the same as `auto`. Raises RunError if the models do not fit.
     """
-    rooms = find_rooms() if device == AUTO_MAP else []
+    rooms = find_rooms() if options.device == AUTO_MAP else []
     if not rooms:
         return None
     context = models[0].source.context or min(models[0].context_limit, PLANNED_CONTEXT)
-    target = model_memory(models[0], rooms[0].device, choices[0], context)
+    target = model_memory(models[0], rooms[0].device, precisions[0], context)
     draft = 0
-    if len(models) == 2 and draft_device is None:
+    if len(models) == 2 and options.draft_device is None:
         of_draft = model_memory(
-            models[1], rooms[0].device, choices[1], min(models[1].context_limit, context)
+            models[1], rooms[0].device, precisions[1], min(models[1].context_limit, context)
         )
         draft = of_draft.weights + of_draft.cache * len(of_draft.layers) + of_draft.working
     found = plan(rooms, target, context, draft)
