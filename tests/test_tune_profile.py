@@ -415,7 +415,7 @@ def test_seeded_drafts_follow_from_the_costs_of_the_profile_named_or_found(
                 update={"costs": {"model": cheap, "echo": cheap}}
             ),
             "chosen": profiles.Choice(method="sd", settings={"policy": "adaptive"}),
-            "sampling": profiles.Sampling(temperature=1.0, top_p=1.0, top_k=0),
+            "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0},
         }
     )
     profiles.save(saved, profile_place.default_folder(found.fits, sampling))

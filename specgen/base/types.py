@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal, Self
 
@@ -30,14 +30,12 @@ DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --dr
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
-_SAMPLING = {  # the bounds of `SamplingParams`
-    "max_new_tokens": Setting(128, "", 1, LARGEST),
-    "temperature": Setting(0.0, "", 0, 100),
-    "top_p": Setting(1.0, "", 0, 1),
-    "top_k": Setting(0, "", 0, LARGEST),
-    "seed": Setting(0, "", 0, 2**63 - 1),
-    "min_p": Setting(0.0, "", 0, 1),
-}
+def _number(default: Any, low: float, high: float, *, is_filter: bool = False) -> Any:
+    """Returns a field of `SamplingParams` that holds a number from `low` to `high`, of the type of
+    the default, or an integer if that is None. `is_filter`: it cuts tokens from the target's
+    distribution, and with the default none."""
+    setting = Setting(0 if default is None else default, "", low, high)
+    return field(default=default, metadata={"setting": setting, "is_filter": is_filter})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class SamplingParams:
     range.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+    max_new_tokens: int = _number(128, 1, LARGEST)
+    temperature: float = _number(0.0, 0, 100)
+    top_p: float = _number(1.0, 0, 1, is_filter=True)
+    top_k: int = _number(0, 0, LARGEST, is_filter=True)
+    seed: int | None = _number(None, 0, 2**63 - 1)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    min_p: float = 0.0
+    min_p: float = _number(0.0, 0, 1, is_filter=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -68,10 +66,13 @@ class SamplingParams:
         object.__setattr__(
             self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         )
-        for name, setting in _SAMPLING.items():
-            # NumPy's numbers become Python's, which can be written as JSON
-            if name != "seed" or self.seed is not None:
-                object.__setattr__(self, name, setting.parse(name, getattr(self, name)))
+        for parameter in fields(self):
+            setting = parameter.metadata.get("setting")
+            value = getattr(self, parameter.name)
+            if setting is not None and (value is not None or parameter.default is not None):
+                # NumPy's numbers become Python's, which can be written as JSON
+                number = setting.parse(parameter.name, value)
+                object.__setattr__(self, parameter.name, number)
         if 0 < self.temperature < 1e-3:
             raise SpecgenError(
                 f"temperature is {self.temperature}",
@@ -96,12 +97,25 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """Temperature, top-p, top-k and min-p by name, as far as they change which token is chosen:
-        if greedy, only the temperature (0)."""
-        cuts = (
-            {} if self.greedy else {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        )
-        return {"temperature": self.temperature, **cuts}
+        """The temperature and the filters (top-p and the like) by name, as far as they change which
+        token is chosen: if greedy, only the temperature (0)."""
+        return {"temperature": self.temperature, **({} if self.greedy else self.filters)}
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The parameters that cut tokens from the distribution, by name."""
+        return {name: getattr(self, name) for name in FILTERS}
+
+    @property
+    def active_filters(self) -> dict[str, Any]:
+        """Those that do cut tokens, by name."""
+        return {name: value for name, value in self.filters.items() if value != FILTERS[name]}
+
+
+# the names of the sampling parameters that cut tokens from the distribution, with their defaults
+FILTERS: Mapping[str, Any] = {
+    each.name: each.default for each in fields(SamplingParams) if each.metadata.get("is_filter")
+}
 
 
 class Context:

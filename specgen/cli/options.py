@@ -19,7 +19,8 @@ from specgen.base.types import SamplingParams
 
 # By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]
-MAX_NEW_TOKENS = 128
+_DEFAULT = SamplingParams()
+MAX_NEW_TOKENS = _DEFAULT.max_new_tokens
 NO_DRAFT = "none"  # as a value of --draft
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
@@ -381,12 +382,12 @@ class SamplingOptions:
 
     panel: ClassVar[str] = "Sampling and limits"
     max_new_tokens: int | None = MAX_NEW_TOKENS
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    ignore_eos: bool = False
-    min_p: float = 0.0
+    temperature: float = _DEFAULT.temperature
+    top_p: float = _DEFAULT.top_p
+    top_k: int = _DEFAULT.top_k
+    seed: int | None = _DEFAULT.seed
+    ignore_eos: bool = _DEFAULT.ignore_eos
+    min_p: float = _DEFAULT.min_p
 
     def params(self) -> SamplingParams:
         """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""

@@ -8,22 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
 
 from specgen import methods
 from specgen.base import schema
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import write_whole
 from specgen.base.settings import Value
-from specgen.base.types import QUANTISED, TuningVerdict
+from specgen.base.types import FILTERS, QUANTISED, SamplingParams, TuningVerdict
 from specgen.decoding.costs import RoundCosts
 from specgen.pair.profile_place import FILE, Conditions, flat, with_rounded_draft
-
-if TYPE_CHECKING:
-    from specgen.base.types import SamplingParams
 
 TUNE_AGAIN = "Tune again: specgen tune"
 
@@ -39,11 +44,19 @@ class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Sampling(_StrictModel):
-    temperature: Annotated[float, Field(ge=0, le=100)]
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    top_k: Annotated[int, Field(ge=0)]
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+def _checked_sampling(given: dict[str, int | float]) -> dict[str, int | float]:
+    names = ("temperature", *FILTERS)
+    if given.keys() != set(names):
+        raise ValueError(f"it has to have {', '.join(names)} and nothing else")
+    try:
+        SamplingParams(**given)  # type: ignore[arg-type]
+    except SpecgenError as error:
+        raise ValueError(error.message) from error
+    return given
+
+
+# the temperature and the filters of `SamplingParams`, by name
+Sampling = Annotated[dict[str, int | float], AfterValidator(_checked_sampling)]
 
 
 class Choice(_StrictModel):
@@ -171,7 +184,7 @@ class Profile(_StrictModel):
         `profile_search.find`."""
         why = self.mismatch(with_rounded_draft(now, self.draft_dtype) if any_draft_dtype else now)
         for name, requested in sampling.warping.items():
-            tuned = getattr(self.sampling, name)
+            tuned = self.sampling[name]
             if tuned != requested:
                 why = why or f"it was made for {name} {tuned:g}, and this run has {requested:g}"
         return why

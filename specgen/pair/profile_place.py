@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from specgen.models.parts import PartStore
 
 FILE = "profile.yaml"
+_LETTERS = {"top_p": "p", "top_k": "k", "min_p": "m"}  # of filters, in names of folders
 
 # What a profile was made with. If any of it has changed, the profile is no longer valid.  `target`
 # and `draft` (None: there is none) are models: each one's name, a hash of its weights and config
@@ -106,11 +107,8 @@ def default_folder(conditions: Conditions, sampling: SamplingParams) -> Path:
         parts.append(f"{facts['machine ranks']}-ranks")
     if not sampling.greedy:
         parts.append(f"t{sampling.temperature:g}")
-        if sampling.top_p < 1:
-            parts.append(f"p{sampling.top_p:g}")
-        if sampling.top_k:
-            parts.append(f"k{sampling.top_k}")
-        if sampling.min_p:
-            parts.append(f"m{sampling.min_p:g}")
+        for name, value in sampling.active_filters.items():
+            number = f"{value:g}" if isinstance(value, float) else str(value)
+            parts.append(_LETTERS.get(name, name) + number)
     name = readable("-".join(str(part).replace("/", "-") for part in parts if part))
     return pair_folder(target, facts["target fingerprint"], draft) / name

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from specgen.pair.profile import Choice, Measured, Profile, Sampling, Tuned
+from specgen.pair.profile import Choice, Measured, Profile, Tuned
 from specgen.pair.profile_place import Conditions, with_rounded_draft
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def from_outcome(
         verdict=outcome.verdict,
         chosen=Choice(method=chosen.name, settings=dict(chosen.settings)),
         speedup=outcome.speedup_of(chosen),
-        sampling=Sampling.model_validate(sampling, from_attributes=True),
+        sampling={"temperature": sampling.temperature, **sampling.filters},
         fits=with_rounded_draft(key, outcome.draft_dtype),
         methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
         measured=Measured(
