@@ -129,7 +129,7 @@ def split(written: str) -> tuple[str, dict[str, str]]:
     Raises SpecgenError for a setting that is not written NAME=VALUE.
     """
     name, *pairs = (part.strip() for part in written.strip().split(":"))
-    given: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for pair in pairs:
         setting, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not setting:
@@ -137,8 +137,8 @@ def split(written: str) -> tuple[str, dict[str, str]]:
                 f"cannot read {pair!r} in {written!r}",
                 "Write settings like sd:policy=svip:threshold=0.3, lists like 3+5+7",
             )
-        given[setting] = value
-    return name, given
+        settings[setting] = value
+    return name, settings
 
 
 def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
@@ -151,11 +151,9 @@ def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None 
 def signals_of(settings: Settings) -> Signals:
     """The names of the signals that the length policy with these settings reads; empty without a
     policy."""
-    return (
-        POLICIES[settings.policy].signals_with(settings.values)
-        if settings.policy is not None
-        else frozenset()
-    )
+    if settings.policy is None:
+        return frozenset()
+    return POLICIES[settings.policy].signals_with(settings.values)
 
 
 def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
@@ -165,12 +163,12 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     The setting `policy` itself is not included. The default values are those for this combination
     of method and policy.
     """
-    known = dict(method.settings)
+    settings = dict(method.settings)
     if policy is not None:
-        known.update(POLICIES[policy].settings)
+        settings.update(POLICIES[policy].settings)
         for name, default in method.defaults.get(policy, {}).items():
-            known[name] = replace(known[name], default=default)
-    return known
+            settings[name] = replace(settings[name], default=default)
+    return settings
 
 
 def resolve(
@@ -192,35 +190,11 @@ def resolve(
                 return resolve(method, given, has_predictor=False)
             raise
     wanted = dict(given)
-    policy = (
-        method.policy
-        if has_predictor is not False
-        else method.policy_without_predictor or method.policy
-    )
-    if method.k_alone and "k" in wanted:
-        wanted.setdefault("policy", Fixed.name)
-    if method.any_policy and "policy" in wanted:
-        policy = str(wanted.pop("policy"))
-        if policy not in POLICIES:
-            raise SpecgenError(
-                f"there is no length policy {policy!r}{nearest(policy, POLICIES)}",
-                f"There are {', '.join(POLICIES)}",
-            )
+    policy = _take_policy(method, wanted, has_predictor=has_predictor)
     known = known_settings(method, policy)
     for name in wanted:
         if name not in known:
-            combination = (
-                method.name if policy == method.policy else f"{method.name} with policy={policy}"
-            )
-            settable = [
-                *(["policy"] if method.any_policy else []),
-                *known,
-                *(["k"] if method.k_alone else []),
-            ]
-            hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
-            raise SpecgenError(
-                f"{combination} has no setting {name!r}{nearest(name, settable)}", hint
-            )
+            raise _unknown_setting(name, method, policy, known)
     if policy == Fixed.name and "depth" in known:
         _join_k_and_depth(known, wanted)
     values = {
@@ -230,6 +204,43 @@ def resolve(
     _check_signals(method, policy, values)
     _check_combination(method, policy, given, values)
     return Settings(policy, values)
+
+
+def _take_policy(
+    method: Method, wanted: dict[str, object], *, has_predictor: bool | None
+) -> str | None:
+    """Returns the name of the length policy; None if the method has none.
+
+    Takes the setting `policy` out of `wanted`, where users may choose it.
+    """
+    if method.k_alone and "k" in wanted:
+        wanted.setdefault("policy", Fixed.name)
+    if method.any_policy and "policy" in wanted:
+        policy = str(wanted.pop("policy"))
+        if policy not in POLICIES:
+            raise SpecgenError(
+                f"there is no length policy {policy!r}{nearest(policy, POLICIES)}",
+                f"There are {', '.join(POLICIES)}",
+            )
+        return policy
+    if has_predictor is False and method.policy_without_predictor is not None:
+        return method.policy_without_predictor
+    return method.policy
+
+
+def _unknown_setting(
+    name: str, method: Method, policy: str | None, known: Mapping[str, Setting]
+) -> SpecgenError:
+    combination = method.name
+    if policy != method.policy:
+        combination = f"{method.name} with policy={policy}"
+    settable = [
+        *(["policy"] if method.any_policy else []),
+        *known,
+        *(["k"] if method.k_alone else []),
+    ]
+    hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
+    return SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
 
 
 def _check_combination(
@@ -254,8 +265,9 @@ def _check_combination(
             "Take width=1, or leave cape out",
         )
     for name in ("nodes",) if method.grows_trees else ("depth", "nodes"):
+        is_chain = values.get("width") == 1
         if (
-            values.get("width") == 1
+            is_chain
             and name in given
             and values[name] not in ("auto", method.settings[name].default)
         ):

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
 _UNLIKELY = 0.01
-# Scores (log odds of acceptance) of a drafted token, and of the token after it: a constant and the
-# weights of `features`. Fitted to the drafts of the bundled draft model, of the exit layer and of a
-# near copy of the target, on half of the prompts that `compare` takes from `examples.yaml` and on
-# those for tuning.
+# The score (log odds of acceptance) of a drafted token, and that of the token after it: each is a
+# constant and the weights of `features`. Fitted to the drafts of the bundled draft model, of the
+# exit layer and of a near copy of the target, on half of the prompts that `compare` takes from
+# `examples.yaml` and on those for tuning.
 _TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
 _FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
 # score of a copied token: a constant and the weight of ln(match length); fitted to the bundled
@@ -74,13 +74,9 @@ def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float
     temperature 1 and without penalties. q is the probability of the token in the distribution that
     it was chosen from. Probabilities are kept between 0.001 and 0.999.
     """
-    top, chosen = (min(max(each, _SMALLEST), _LARGEST) for each in (top_prob, prob))
-    return (
-        math.log(top),
-        -math.log(1 - top),
-        math.sqrt(max(entropy, 0.0)),
-        math.log(chosen / (1 - chosen)),
-    )
+    p = min(max(top_prob, _SMALLEST), _LARGEST)
+    q = min(max(prob, _SMALLEST), _LARGEST)
+    return math.log(p), -math.log(1 - p), math.sqrt(max(entropy, 0.0)), math.log(q / (1 - q))
 
 
 @cache
@@ -136,26 +132,27 @@ class Adaptive(LengthPolicy):
         max_draft: int,
         inputs: AdaptiveInputs,
     ) -> None:
-        drafting, verification = (
-            None if cost == AUTO else float(cost) for cost in (draft_cost, verify_cost)
-        )
-        self._given = 0.0 if inputs.in_parallel else drafting, verification
         self._in_parallel = inputs.in_parallel
+        # what replaces the costs
+        self._draft_cost = None if draft_cost == AUTO else float(draft_cost)
+        if inputs.in_parallel:
+            self._draft_cost = 0.0
+        self._verify_cost = None if verify_cost == AUTO else float(verify_cost)
+        self._costs = inputs.costs.with_values(self._draft_cost, self._verify_cost)
         self._timed = inputs.timed
         self.learned = inputs.learned
         self._key = inputs.key
-        self._costs = inputs.costs.with_values(*self._given)
         self._exploration = exploration
         self.max_draft = max_draft
         self.signals = self.preferred_signals
         self.predictions: Sequence[float] = []
-        # in PEARL those of earlier rounds too, if they are not judged yet
+        # the drafted tokens that are not judged yet; in PEARL also those of earlier rounds
         self._steps: list[_Step] = []
-        # `_FOLLOWING` score of the drafted token before the first of `_steps`, if there is one
+        # the `_FOLLOWING` score of the drafted token before these, None if there is none
         self._before: float | None = None
         self._survival = 1.0  # probability that all drafted tokens so far are accepted
         self._tokens = 0  # drafted in this round
-        # acceptances of the tokens to copy in this round, if prompt lookup drafts
+        # acceptances of the tokens to copy, None unless prompt lookup drafts in this round
         self._copied: list[float] | None = None
 
     def starts_draft(
@@ -229,8 +226,10 @@ class Adaptive(LengthPolicy):
         if self._copied is not None:
             return token.position < len(self._copied)
         learned = self.learned
-        known = token.signals.get
-        x1, x2, x3, x4 = features(known("entropy", 0.5), known("top_prob", 0.8), known("prob", 0.8))
+        signal = token.signals.get
+        x1, x2, x3, x4 = features(
+            signal("entropy", 0.5), signal("top_prob", 0.8), signal("prob", 0.8)
+        )
         # written out, because this runs for every token
         (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = _TOKEN, _FOLLOWING
         score = t0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4
@@ -248,17 +247,13 @@ class Adaptive(LengthPolicy):
         return self._below(self.max_draft, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        learned = self.learned
-        before = self._before
-        was_rejected = accepted < drafted
-        # what is learned from copied tokens comes with `observe_match`
         if self._copied is not None:
-            cost = self._costs.of_draft(0, drafted)
-            learned.lookup_guard.count(1 + cost, accepted + 1, self._exploration)
-            learned.add_idle()
-            learned.add_round(1 + cost, accepted + 1)
-            self._copied = None
+            self._observe_copied(drafted, accepted)
             return
+        learned = self.learned
+        was_rejected = accepted < drafted
+
+        before = self._before
         for position, (score, following_score, _) in enumerate(
             self._steps[: min(accepted + 1, drafted)]
         ):
@@ -267,18 +262,21 @@ class Adaptive(LengthPolicy):
             if before is not None:
                 learned.following.learn(before, is_accepted)
             before = following_score
+
         # In PEARL the target's last logits judge a new token, if there is one; otherwise they give
         # a token of the target's own.
         judges_new = self._in_parallel and self._tokens > 0
         self._before = before if judges_new and not was_rejected else None
-        # a tree may leave levels out
-        levels = drafted if self._in_parallel or not drafted else max(drafted, len(self._steps))
+        if self._in_parallel:
+            cost = self._costs.of_draft(drafted, drafted - judges_new)
+        else:
+            # a tree may leave levels out that were computed
+            levels = max(drafted, len(self._steps)) if drafted else 0
+            cost = self._costs.of_draft(levels, max(self._tokens, drafted))
         # tokens after a rejected one are deleted when the next draft starts
         del self._steps[:drafted]
+
         tokens = accepted + (was_rejected or not judges_new)
-        cost = self._costs.of_draft(
-            levels, max(self._tokens, drafted) if not self._in_parallel else drafted - judges_new
-        )
         if drafted:
             learned.add_draft(accepted, cost)
             learned.guard.count(1 + cost, tokens, self._exploration)
@@ -286,6 +284,16 @@ class Adaptive(LengthPolicy):
             learned.add_idle()
         learned.add_round(1 + cost, tokens)
         self._tokens = 0
+
+    def _observe_copied(self, drafted: int, accepted: int) -> None:
+        """Counts a round in which prompt lookup drafted. What is learned of acceptance comes with
+        `observe_match`."""
+        learned = self.learned
+        cost = 1 + self._costs.of_draft(0, drafted)
+        learned.lookup_guard.count(cost, accepted + 1, self._exploration)
+        learned.add_idle()
+        learned.add_round(cost, accepted + 1)
+        self._copied = None
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
         for position in range(agreed + ended):
@@ -296,13 +304,13 @@ class Adaptive(LengthPolicy):
     ) -> None:
         if self._timed is not None:
             self._timed.add(levels, drafting, tokens, verification)
-            self._costs = self._timed.costs.with_values(*self._given)
+            self._costs = self._timed.costs.with_values(self._draft_cost, self._verify_cost)
             if self._timed.is_lowered:  # the gains of drafts were computed with the higher costs
                 self.learned.forget_gains()
 
-    def share(self, known: dict[Hashable, Any]) -> None:
+    def share(self, learned: dict[Hashable, Any]) -> None:
         if self._key is not None:
-            self.learned = known.setdefault(self._key, self.learned)
+            self.learned = learned.setdefault(self._key, self.learned)
 
     def state(self) -> Mapping[str, float]:
         return {"worth": self.learned.worth, "gain": self.learned.mean_gain}
@@ -328,11 +336,9 @@ class HybridDrafter:
                 return drafted
             # the draft model has no room for this context
             copied = self._lookup.propose(context, policy, limit)
-        return (
-            replace(copied, stop_reason=f"lookup: {copied.stop_reason}")
-            if copied.tokens
-            else copied
-        )
+        if not copied.tokens:
+            return copied
+        return replace(copied, stop_reason=f"lookup: {copied.stop_reason}")
 
 
 class AdaptiveMethod(DraftModelMethod):
@@ -360,24 +366,24 @@ class AdaptiveMethod(DraftModelMethod):
             runners = models.with_part(MTP, DEFAULT_PART)
         if runners is None:
             runners = models.plain()
-
         values = request.settings.values
         if runners.draft is None and not values["lookup"]:
             raise self.without_part(None)
+
         setup = make_setup(models, request, runners)
-        model = None if setup.draft is None else model_drafter(setup, request.settings)
-        drafter: Drafter | None = model
+        drafter: Drafter | None = None
+        if setup.draft is not None:
+            drafter = model_drafter(setup, request.settings)
         if values["lookup"]:
-            drafter = HybridDrafter(PromptLookupDrafter(int(values["ngram"]), setup.eos_ids), model)
+            lookup = PromptLookupDrafter(int(values["ngram"]), setup.eos_ids)
+            drafter = HybridDrafter(lookup, drafter)
         assert drafter is not None
         return make_run(models, request, setup, drafter)
 
     def check(self, models: KnownModels) -> Readiness:
-        return (
-            Readiness(True, "needs no draft model")
-            if models.draft is None
-            else super().check(models)
-        )
+        if models.draft is None:
+            return Readiness(True, "needs no draft model")
+        return super().check(models)
 
     def without_part(self, target: str | None) -> SpecgenError:
         message = f"{self.name} with lookup=false needs a draft model, and there is none"

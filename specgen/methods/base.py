@@ -31,8 +31,7 @@ DRAFT_MODEL = "draft model"
 SKIPPED_LAYERS = "skipped layers"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
-# KV caches are allocated for at most this many new tokens before a run; they grow if it generates
-# more
+# new tokens for which KV caches are allocated before a run, at most: they grow if it generates more
 RESERVED = 4096
 
 Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in all combinations
@@ -176,17 +175,19 @@ class Method:
         raise NotImplementedError
 
     def check(self, models: KnownModels) -> Readiness:
-        """Returns whether the method can run with these models, as far as their files show."""
+        """Returns whether the method can run with these models, as far as their files show.
+
+        `inspect` asks this before weights are loaded. A run does not: `start` raises the error.
+        """
         return Readiness(True, "needs no draft model")
 
     def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
         """Raises SpecgenError if the method cannot decode with these settings and sampling
         parameters."""
         if self.decodes_greedily and not sampling.greedy:
-            hint = "Take --temperature 0, or -m mtad"
             raise SpecgenError(
                 f"{self.name} decodes greedily only, and temperature is {sampling.temperature:g}",
-                hint,
+                "Take --temperature 0, or -m mtad",
             )
 
     @property
@@ -220,12 +221,9 @@ class Method:
     def drafts_trees(self, settings: Settings) -> bool:
         """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually
         drafts trees drafts a chain (Medusa)."""
-        has_nodes = settings.values.get("nodes") != 0
-        return (
-            (self.grows_trees and has_nodes)
-            or settings.drafts_tree
-            or bool(settings.values.get("cape"))
-        )
+        if self.grows_trees and settings.values.get("nodes") != 0:
+            return True
+        return settings.drafts_tree or bool(settings.values.get("cape"))
 
     @property
     def k_alone(self) -> bool:
@@ -270,12 +268,9 @@ class DraftModelMethod(Method):
 
     def check_draft(self, models: Models, settings: Settings) -> None:
         """Raises SpecgenError if the draft model's tokens have to be translated, and cannot be."""
-        if (
-            models.draft is not None
-            and models.draft.refusal is not None
-            and not settings.drafts_text
-        ):
-            raise models.draft.refusal
+        refusal = None if models.draft is None else models.draft.refusal
+        if refusal is not None and not settings.drafts_text:
+            raise refusal
 
     def check(self, models: KnownModels) -> Readiness:
         if models.draft is None:
@@ -358,20 +353,18 @@ def make_policy(
     policy = request.policy
     if policy is None:
         return LengthPolicy()
-    construct: Callable[..., LengthPolicy] = policy
-    values: dict[str, Any] = {name: request.settings.values[name] for name in policy.settings}
-    if (
-        "predicted_acceptance" in policy.signals_with(request.settings.values)
-        and setup.acceptance_predictor is None
-    ):
+    signals = policy.signals_with(request.settings.values)
+    if "predicted_acceptance" in signals and setup.acceptance_predictor is None:
         raise request.method.without_predictor()
+
+    arguments: dict[str, Any] = {name: request.settings.values[name] for name in policy.settings}
     if policy.reads_costs:
-        values["inputs"] = models.kept(DraftingKnowledge).inputs(
-            drafting_case(models, request, setup), parallel_costs
-        )
+        case = drafting_case(models, request, setup)
+        arguments["inputs"] = models.kept(DraftingKnowledge).inputs(case, parallel_costs)
     elif policy.random:
-        values["seed"] = decoding.derive_seed(setup.seed, "policy")
-    return construct(**values)
+        arguments["seed"] = decoding.derive_seed(setup.seed, "policy")
+    construct: Callable[..., LengthPolicy] = policy
+    return construct(**arguments)
 
 
 def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCase:
@@ -379,7 +372,7 @@ def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCas
     method = request.method
     has_model = method.is_parallel or setup.draft is not None
     in_blocks = setup.draft is not None and setup.draft.traits.drafts_blocks
-    if method.is_parallel:
+    if method.is_parallel:  # the worker has the draft's runner
         in_blocks = models.draft is not None and models.draft.drafts_blocks
     return DraftingCase(
         method=method.name,
@@ -409,17 +402,17 @@ def make_run(
     settings: Settings | None = None,
     costs: ParallelCosts | None = None,
 ) -> Run:
-    """Puts a run together. What is None is what most methods share: the request's policy, a
-    lossless verifier, the schedule `sequential`, and the request's settings. For `costs` see `Run`.
+    """Puts a run together from what is the method's own; for `costs` see `Run`.
 
-    Raises SpecgenError as `make_policy`.
+    None stands for what most methods share: the request's policy, a lossless verifier, the schedule
+    `sequential`, and the request's settings. Raises SpecgenError as `make_policy`.
     """
     assert setup.target is not None
+    sampling = request.sampling
     if verifier is None:
         verifier = decoding.GreedyVerifier()
-        if not request.sampling.greedy:
+        if not sampling.greedy:
             verifier = decoding.RejectionSampling(*setup.for_verifier)
-    sampling = request.sampling
     return decoding.Run(
         context=Context(request.prompt_ids),
         target=setup.target,
@@ -440,10 +433,10 @@ def make_run(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A method with settings. `given` are those that the user wrote, `settings` are all, with
-    defaults and the length policy.
+    """A method with settings: those that the user wrote (`given`), and all with their defaults and
+    the length policy (`settings`).
 
-    As text it is written as users write it: `svip:threshold=0.4:max_draft=12`.
+    Its text is what users write: `svip:threshold=0.4:max_draft=12`.
     """
 
     method: Method

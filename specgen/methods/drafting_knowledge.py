@@ -41,7 +41,7 @@ _GUESS = DraftingCosts(0.15, 0.03)
 _BLOCK_GUESS = DraftingCosts(0.01, 0.03, 0.4)
 _LEAST_COST = 0.05  # target passes: a draft pass of a much smaller model takes no less time
 _COST_SETTINGS = ("draft_cost", "verify_cost")
-# Settings that change how long a draft takes.
+# settings that change how long a draft takes
 _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
 
 
@@ -141,9 +141,9 @@ class DraftingKnowledge:
 
         If the file cannot be written, nothing is stored.
         """
-        for key, known in self._timed.items():
-            if known.rounds >= _FEWEST_ROUNDS and known.costs.differs(known.guess, _LARGEST_FACTOR):
-                sample = Sample(list(astuple(known.costs)), known.rounds, known.spread)
+        for key, timed in self._timed.items():
+            if timed.rounds >= _FEWEST_ROUNDS and timed.costs.differs(timed.guess, _LARGEST_FACTOR):
+                sample = Sample(list(astuple(timed.costs)), timed.rounds, timed.spread)
                 self._models.measurements.put(DRAFTING, key, sample)
 
     def _costs_by_size(self, case: DraftingCase) -> DraftingCosts:
@@ -159,24 +159,22 @@ class DraftingKnowledge:
     def _timed_costs(self, case: DraftingCase) -> LearnedCosts:
         key = case.cost_key
         if key not in self._timed:
-            known = self._tuned_costs(case) or self._models.measurements.stored(
-                DRAFTING, key, _costs_of
-            )
-            self._timed[key] = LearnedCosts(known or _guess(case))
+            costs = self._tuned_costs(case)
+            costs = costs or self._models.measurements.stored(DRAFTING, key, _costs_of)
+            self._timed[key] = LearnedCosts(costs or _guess(case))
         return self._timed[key]
 
     def _tuned_costs(self, case: DraftingCase) -> DraftingCosts | None:
         """Returns the costs in the profile that chose the method, else in the one that the pair was
-        loaded with.
+        loaded with; None if it has none for this case.
 
-        None if it has none for this case, and for drafts that are trees, which tuning does not
-        time.
+        Trees have none, because tuning does not time them.
         """
         if case.drafts_trees:
             return None
-        costs = (
-            self._models.measurements.tuned_costs if case.tuned_costs is None else case.tuned_costs
-        )
+        costs = case.tuned_costs
+        if costs is None:
+            costs = self._models.measurements.tuned_costs
         tuned = costs.get(case.cost_kind)
         return None if tuned is None else DraftingCosts.of_rounds(tuned, case.context_length)
 

@@ -48,6 +48,9 @@ _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
 
 
 class EESD(PartMethod):
+    """The target's first layers with the exit layer draft chains or trees, until the length policy
+    ends the draft; the target verifies."""
+
     name = "eesd"
     paper = "EESD, with Cali-TS if there is a predictor, else Beta-TS; trees: section 5.7"
     needs = EXIT
@@ -59,11 +62,10 @@ class EESD(PartMethod):
     tuning = Tuning("exit", recorded=True, grids=(_CALIBRATED, _BETA, _FIXED), shapes=(_TREES,))
 
     def start(self, models: Models, request: Request) -> Run:
-        # target and exit share the first layers; the predictor comes with them
-        setup = self.setup(models, request)
+        setup = self.setup(models, request)  # with the predictor, if the exit layer has one
         drafter = model_drafter(setup, request.settings)
-        # Its target passes are shorter than others by the shared layers, so they are not compared
-        # with measured ones.
+        # Target and draft share the first layers, so that a target pass is shorter than those that
+        # were measured: the plain schedule does not compare them.
         return make_run(models, request, setup, drafter, schedule=decoding.sequential)
 
     def without_part(self, target: str | None) -> SpecgenError:

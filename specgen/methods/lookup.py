@@ -43,7 +43,7 @@ class PromptLookupDrafter:
         self._continuations: dict[tuple[int, ...], int] = {}
         self._context: Context | None = None
         self._indexed = 0
-        # the context's length, the match's end and its length
+        # of the last match: the context's length then, the position after it, and its length
         self._last: tuple[int, int, int] | None = None
 
     def propose(
@@ -62,11 +62,12 @@ class PromptLookupDrafter:
 
         def extend(position: int) -> DraftedToken | str:
             source = start + position - 1
-            tokens.append(
-                context.ids[source] if source < len(context) else tokens[source - len(context)]
-            )
-            eos = tokens[-1] in self._eos_ids
-            return "eos" if eos else DraftedToken(position, {MATCH_LENGTH: matched + position - 1})
+            beyond = source - len(context)
+            token = context.ids[source] if beyond < 0 else tokens[beyond]
+            tokens.append(token)
+            if token in self._eos_ids:
+                return "eos"
+            return DraftedToken(position, {MATCH_LENGTH: matched + position - 1})
 
         reason = extend_draft(policy, limit, extend, known={MATCH_LENGTH: matched}, is_last=is_last)
         return Draft.chain(tokens, stop_reason=reason)
@@ -79,14 +80,9 @@ class PromptLookupDrafter:
         length, start, matched = self._last
         self._last = None
         joined = len(context) - length
-        agreed = next(
-            (
-                count
-                for count in range(joined)
-                if context.ids[start + count] != context.ids[length + count]
-            ),
-            joined,
-        )
+        agreed = 0
+        while agreed < joined and context.ids[start + agreed] == context.ids[length + agreed]:
+            agreed += 1
         begin = perf_counter()
         policy.observe_match(matched, agreed, ended=agreed < joined)
         policy.seconds += perf_counter() - begin
@@ -97,10 +93,10 @@ class PromptLookupDrafter:
         ids = context.ids
         end = len(context)
         longest = min(start, self.LONGEST_MATCH)
-        return next(
-            (count for count in range(longest) if ids[start - 1 - count] != ids[end - 1 - count]),
-            longest,
-        )
+        count = 0
+        while count < longest and ids[start - 1 - count] == ids[end - 1 - count]:
+            count += 1
+        return count
 
     def _index(self, context: Context) -> None:
         """Adds the context's new tokens to the index: each is the continuation of the n-grams that
@@ -121,12 +117,11 @@ class PromptLookupDrafter:
 
         None if not even the last token occurred before.
         """
-        grams = (
-            tuple(context.ids[-length:]) for length in range(min(self._ngram, len(context)), 0, -1)
-        )
-        return next(
-            (self._continuations[gram] for gram in grams if gram in self._continuations), None
-        )
+        for length in range(min(self._ngram, len(context)), 0, -1):
+            ngram = tuple(context.ids[-length:])
+            if ngram in self._continuations:
+                return self._continuations[ngram]
+        return None
 
 
 def ngram_setting(default: int) -> dict[str, Setting]:

@@ -38,14 +38,12 @@ SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
 def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
     """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number
     of levels to the length policy."""
-    levels = (
-        "most levels of the tree"
-        if isinstance(depth, int)
-        else "levels of the tree; auto: the policy decides"
-    )
+    levels = Setting(depth, "levels of the tree; auto: the policy decides", 1, 64, "auto")
+    if isinstance(depth, int):
+        levels = Setting(depth, "most levels of the tree", 1, 64)
     return {
         "width": Setting(width, "candidates at each position; above 1, drafts are trees", 1, 64),
-        "depth": Setting(depth, levels, 1, 64, None if isinstance(depth, int) else "auto"),
+        "depth": levels,
         "nodes": Setting(
             nodes,
             "keep this many of all candidates, as EAGLE-2; auto: the width at each level",

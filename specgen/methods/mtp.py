@@ -50,12 +50,11 @@ class MultiTokenPrediction(PartMethod):
         return make_run(models, request, setup, model_drafter(setup, request.settings))
 
     def check(self, models: KnownModels) -> Readiness:
-        found = super().check(models)
-        if not found.ready:
-            return found
-        return Readiness(
-            True, "" if models.names_head else "drafting layers in the target's own files"
-        )
+        readiness = super().check(models)
+        if not readiness.ready:
+            return readiness
+        own = "drafting layers in the target's own files"
+        return Readiness(True, "" if models.names_head else own)
 
     def without_part(self, target: str | None) -> SpecgenError:
         message = f"{self.name} needs drafting layers in the target's own files, and there are none"

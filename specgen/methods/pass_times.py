@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 _ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
 _TURNS = 2  # estimates of the window after the first
-# timed steps; the numbers of PEARL's reference implementation
+# timed steps, as in PEARL's reference implementation: first those that do not count
 _WARM_UP = 5
 _STEPS = 30
 _FEWEST = 3  # steps that are timed even after the time limit
@@ -56,11 +56,11 @@ class PassTimes:
         """Returns the seconds of passes after a context of so many tokens. There must be a draft
         model.
 
-        `record`: see `Request`. Each combination of what changes the times is measured once: the
-        length rounded up to a power of two, which processing the logits get (temperature, top-k,
-        top-p, penalties), where the draft model runs, and whether its logits are passed on
-        (`record`). The seconds of a draft pass are infinite if the draft model cannot read a
-        context of this length.
+        They are measured once for each combination of what changes them: the length rounded up to a
+        power of two, which processing the logits get (temperature, top-k, top-p, penalties), where
+        the draft model runs, and whether its logits are passed on (`record`, see `Request`). The
+        seconds of a draft pass are infinite if the draft model cannot read a context of this
+        length.
         """
 
         def measure() -> Sample[dict[str, float]]:
@@ -155,19 +155,21 @@ def time_parallel_passes(
         drafter.prefill(context)
         target.logits(context)
         deadline = time.perf_counter() + _TIME_LIMIT
-        timed = _Timed(target, drafter, context, distinct_ids(widest, target.num_embeddings), timer)
-        sample = timed.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
+        draft = distinct_ids(widest, target.num_embeddings)
+        stopwatch = _ParallelPasses(target, drafter, context, draft, timer)
+        sample = stopwatch.steps(min(_ROUGH_WIDTH, widest), _ROUGH_STEPS, deadline)
         for _ in range(_TURNS):
             width = min(sample.value.window.size, widest)
-            sample = timed.steps(width, _WARM_UP + _STEPS, deadline)
+            sample = stopwatch.steps(width, _WARM_UP + _STEPS, deadline)
             if abs(sample.value.window.size - width) <= 1:
                 break
         return sample
 
 
 @dataclass(frozen=True, slots=True)
-class _Timed:
-    """What `time_parallel_passes` times."""
+class _ParallelPasses:
+    """Times target passes after `context`, over its last token and the first tokens of `draft`,
+    while `drafter` drafts. `timer` times the target's device, None if it computes synchronously."""
 
     target: TargetRunner
     drafter: ParallelDrafter
@@ -183,27 +185,42 @@ class _Timed:
         a slow phase of the machine affects all.
         """
         drafts = ThreadTimes()  # of a draft pass
-        # of target passes by the number of tokens
-        passes = {width: ThreadTimes(), 1: ThreadTimes(), 2: ThreadTimes()}
+        passes = {tokens: ThreadTimes() for tokens in (width, 1, 2)}  # of target passes
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
             for tokens in (width, 1, 2) if number % 3 == 0 else (width,):
                 drafted = self.step(tokens, width, passes[tokens])
-                # Infinite where the draft model cannot follow this context: the window is 1 then.
-                seconds = self.drafter.seconds / drafted if drafted else math.inf
-                own = self.drafter.own_seconds / drafted if drafted else math.inf
-                drafts.add(seconds, own)
+                if drafted:
+                    drafts.add(self.drafter.seconds / drafted, self.drafter.own_seconds / drafted)
+                else:  # the draft model cannot follow this context: the window is 1 then
+                    drafts.add(math.inf, math.inf)
+        return self._sample(width, drafts, passes)
+
+    def _sample(
+        self, width: int, drafts: ThreadTimes, passes: Mapping[int, ThreadTimes]
+    ) -> Sample[ParallelCosts]:
+        """Returns the costs that follow from the times of draft passes, and from those of target
+        passes by their number of tokens, with `width` as a window."""
         wait = passes[width].wait if self.target.device.type == "cpu" else 1.0
 
-        def warm(times: ThreadTimes) -> list[float]:
-            return _warm(times.own if wait > STEADY else times.seconds)
+        def after_warm_up(times: ThreadTimes) -> list[float]:
+            seconds = times.own if wait > STEADY else times.seconds
+            return seconds[min(_WARM_UP, len(seconds) // 2) :]
 
-        whole = warm(passes[width])
-        drafting = warm(drafts)
-        times = (drafting, whole, warm(passes[1]), warm(passes[2]))
-        draft, target, single, double = (max(undisturbed(seconds), _SHORTEST) for seconds in times)
-        costs = ParallelCosts(draft, target, single, double, width, len(self.context))
+        def pass_seconds(seconds: Sequence[float]) -> float:
+            return max(undisturbed(seconds), _SHORTEST)
+
+        drafting = after_warm_up(drafts)
+        whole = after_warm_up(passes[width])
+        costs = ParallelCosts(
+            pass_seconds(drafting),
+            pass_seconds(whole),
+            pass_seconds(after_warm_up(passes[1])),
+            pass_seconds(after_warm_up(passes[2])),
+            width,
+            len(self.context),
+        )
         scatter = max(spread(whole), spread(drafting))
         return Sample(costs, len(whole), max(scatter, wait))
 
@@ -226,8 +243,3 @@ class _Timed:
         seconds = end() - start
         times.add(seconds, seconds)
         return drafted
-
-
-def _warm(seconds: list[float]) -> list[float]:
-    """The times without the first few, during which the machine warms up."""
-    return seconds[min(_WARM_UP, len(seconds) // 2) :]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 
 class Pearl(DraftModelMethod):
+    """The draft model drafts in a worker during the target's passes. `start` measures the times of
+    both models' passes, where the window or the length policy follows from them."""
+
     name = "pearl"
     paper = "PEARL"
     any_policy = True
@@ -58,10 +61,16 @@ class Pearl(DraftModelMethod):
         times = self._pass_times(models, request)
         window, settings = self._window(models, request, worker, times)
 
+        # the worker has the draft's runner, and ends the drafts
         setup = make_setup(models, request, models.plain())
-        drafter = worker.drafter(make_policy(models, request, setup, times), setup, window.longest)
-        costs = times if request.settings.values["window"] == AUTO else None
-        check = None if costs is None else self._check(models, request)
+        policy = make_policy(models, request, setup, times)
+        drafter = worker.drafter(policy, setup, window.longest)
+
+        costs = None
+        check = None
+        if request.settings.values["window"] == AUTO and times is not None:
+            costs = times
+            check = self._check(models, request)
         values = settings.values
         schedule = decoding.Parallel(
             drafter, window, bool(values["pre_verify"]), bool(values["post_verify"]), costs, check
@@ -81,11 +90,8 @@ class Pearl(DraftModelMethod):
         """Returns the pass times, measured at the first call, if the window or the policy follows
         from them."""
         values = request.settings.values
-        reads_costs = (
-            request.policy is not None
-            and request.policy.reads_costs
-            and values["verify_cost"] == AUTO
-        )
+        policy = request.policy
+        reads_costs = policy is not None and policy.reads_costs and values["verify_cost"] == AUTO
         if request.is_repeatable or not (values["window"] == AUTO or reads_costs):
             return None
         return models.kept(PassTimes).costs(

@@ -35,6 +35,8 @@ _TREES: list[Grid] = [
 
 
 class SpeculativeDecoding(ChainMethod):
+    """A draft model drafts chains or trees (`width`), or text (`translation=text`)."""
+
     name = "sd"
     paper = "Leviathan et al. 2023"
     policy = "fixed"

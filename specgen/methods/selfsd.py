@@ -4,6 +4,7 @@ no torch."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting, Settings, Value
@@ -20,7 +21,7 @@ from specgen.methods.base import (
 )
 from specgen.methods.model_drafts import CAPE, model_drafter
 from specgen.methods.readiness import KnownModels, Readiness
-from specgen.methods.skip_search import NEW_TOKENS, SkippingSpeed, find_skips, usual_skips
+from specgen.methods.skip_search import NEW_TOKENS, find_skips, usual_skips
 from specgen.methods.transformers_policies import Confidence
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ _SKIP = "layers to skip, as 3+5a+7m (a: attention only, m: MLP only); auto: sear
 
 
 class SelfSpeculativeDecoding(Method):
+    """The target without the layers in `skip` drafts, and the whole target verifies."""
+
     name = "selfsd"
     paper = "Self-SD, Zhang et al. 2023"
     needs = SKIPPED_LAYERS
@@ -83,12 +86,12 @@ class SelfSpeculativeDecoding(Method):
     def start(self, models: Models, request: Request) -> Run:
         settings = request.settings
         if settings.values["skip"] == "auto":
-            skip = (
-                usual_skips(models.target)
-                if request.is_repeatable
-                else find_skips(models, self._speed(models))
-            )
+            if request.is_repeatable:
+                skip = usual_skips(models.target)
+            else:
+                skip = find_skips(models, partial(self.speed, models))
             settings = settings.with_value("skip", skip)
+
         setup = make_setup(models, request, models.without_layers(str(settings.values["skip"])))
         return make_run(models, request, setup, model_drafter(setup, settings), settings=settings)
 
@@ -122,6 +125,3 @@ class SelfSpeculativeDecoding(Method):
             tokens += sum(len(round_.token_ids) for round_ in rounds[1:])
             seconds += sum(sum(round_.seconds.values()) for round_ in rounds[1:])
         return tokens / seconds if seconds else 0.0
-
-    def _speed(self, models: Models) -> SkippingSpeed:
-        return lambda skips, prompts: self.speed(models, skips, prompts)

@@ -34,8 +34,8 @@ PROMPT_TOKENS = 32
 NEW_TOKENS = 32
 
 
-# Measures the tokens per second of decoding with these layers skipped, on these prompts (token
-# ids).
+# a function that measures the tokens per second of decoding with these layers skipped, on prompts
+# (token ids)
 SkippingSpeed = Callable[[SkippedLayers, Sequence[Sequence[int]]], float]
 
 
@@ -78,24 +78,21 @@ def example_prompts(target: LoadedModel) -> list[list[int]]:
     `PROMPT_TOKENS` tokens, and to half of the target's context length. Raises SpecgenError if the
     tokenizer has no tokens for any of them.
     """
-    longest = min(PROMPT_TOKENS, target.context_limit // 2)
+    examples = schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")
     texts: dict[str, str] = {}
-    for entry in schema.parse_yaml(examples_file().read_text(encoding="utf-8"), "examples.yaml")[
-        "prompts"
-    ]:
+    for entry in examples["prompts"]:
         if entry.get("tuning"):  # others are for comparisons
             texts.setdefault(entry["category"], entry["prompt"])
-    found = [
-        ids
-        for text in list(texts.values())[:PROMPTS]
-        if (ids := target.tokenizer.encode(text)[:longest])
-    ]
-    if not found:
+
+    longest = min(PROMPT_TOKENS, target.context_limit // 2)
+    encoded = [target.tokenizer.encode(text)[:longest] for text in list(texts.values())[:PROMPTS]]
+    prompts = [ids for ids in encoded if ids]
+    if not prompts:
         raise SpecgenError(
             "the target's tokenizer has no tokens for the example prompts",
             "Name the layers: skip=3+5+7",
         )
-    return found
+    return prompts
 
 
 def search_skips(
@@ -153,9 +150,9 @@ def _flipped(skips: SkippedLayers, layers: int, rng: random.Random) -> SkippedLa
     mlp = set(skips.mlp)
     for _ in range(rng.choice((1, 1, 2))):
         number = rng.randrange(layers)
-        kind = rng.randrange(3)
-        if kind != 1:
+        changed = rng.randrange(3)  # 0: the attention, 1: the MLP, 2: both
+        if changed != 1:
             attention ^= {number}
-        if kind != 0:
+        if changed != 0:
             mlp ^= {number}
     return SkippedLayers(frozenset(attention), frozenset(mlp))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specgen.models.models import Models
 
 LONGEST_MATCH = 32  # tokens; the depth of a suffix tree (vLLM's is 24, ArcticInference's 64)
-# of an n-gram, the latest ones, are compared with the context; 64 gain nothing and cost more
+# the latest occurrences of an n-gram that are compared with the context; 64 gain nothing
 MOST_OCCURRENCES = 16
 HISTORY_TOKENS = 1 << 17  # 20 to 35 MB
 _BORDER = -1  # between two stored sequences; no token has this id
@@ -93,22 +93,23 @@ class SuffixIndex:
         are compared with `ids` backwards to find the longest match.
         """
         for length in self.NGRAMS:
-            if length <= len(ids) and (positions := self._positions(ids, length)):
+            positions = self._positions(ids, length) if length <= len(ids) else []
+            if positions:
                 return self._longest(ids, positions, length)
         return None
 
     def _positions(self, ids: Sequence[int], length: int) -> list[int]:
         """Returns the positions after the latest occurrences of the last `length` tokens of `ids`,
         the latest first."""
-        found: list[int] = []
+        positions: list[int] = []
         own = self.ids
         previous = self._previous[length - 1]
         position = self._last.get(ids[-1] if length == 1 else tuple(ids[-length:]), 0)
-        while position and len(found) < MOST_OCCURRENCES:
+        while position and len(positions) < MOST_OCCURRENCES:
             if position < len(own) and own[position] != _BORDER:
-                found.append(position)
+                positions.append(position)
             position = previous[position - 1]
-        return found
+        return positions
 
     def _longest(self, ids: Sequence[int], positions: Sequence[int], length: int) -> Continuation:
         """Returns what follows the longest matches: the `positions` before which most tokens equal
@@ -116,7 +117,7 @@ class SuffixIndex:
         own = self.ids
         tail = list(ids[-LONGEST_MATCH:])
         longest = length
-        found = list[int]()
+        best = list[int]()
         for position in positions:
             matched = length
             most = min(position, len(tail))
@@ -124,10 +125,10 @@ class SuffixIndex:
                 matched += 1
             if matched > longest:
                 longest = matched
-                found = []
+                best = []
             if matched == longest:
-                found.append(position)
-        return Continuation(own, found, longest)
+                best.append(position)
+        return Continuation(own, best, longest)
 
 
 class Continuation:
@@ -183,9 +184,9 @@ class Continuation:
         return len(ids), False
 
     def _at(self, position: int) -> int:
-        return (
-            self._ids[position] if position < self._length else self.tokens[position - self._length]
-        )
+        if position < self._length:
+            return self._ids[position]
+        return self.tokens[position - self._length]
 
 
 class SuffixHistory:
@@ -260,13 +261,15 @@ class SuffixDrafter:
             self._last = None
             if self._history is not None:
                 self._history.begin(context)
-        known = len(self._index)
-        self._compare_last(context, known, policy)
-        self._index.extend(context.ids[known:])
-        if limit < 1 or (found := self._find(context)) is None:
+        indexed = len(self._index)
+        self._compare_last(context, indexed, policy)
+        self._index.extend(context.ids[indexed:])
+        continuation = self._find(context) if limit > 0 else None
+        if continuation is None:
             return Draft()
-        self._last = found
-        length = found.match_length
+
+        self._last = continuation
+        length = continuation.match_length
         most = int(self._factor * length)
         tokens: list[int] = []
         path = 1.0
@@ -275,10 +278,10 @@ class SuffixDrafter:
             nonlocal path
             if position > most:
                 return f"match of {length}"
-            if not found.extend():
+            if not continuation.extend():
                 return "end of match"
-            token = found.tokens[-1]
-            prob = found.probs[-1]
+            token = continuation.tokens[-1]
+            prob = continuation.probs[-1]
             path *= prob
             if path < self._min_prob:
                 return f"path {comparison(path, '<', self._min_prob)}"
@@ -291,18 +294,18 @@ class SuffixDrafter:
         return Draft.chain(tokens, stop_reason=reason)
 
     def _find(self, context: Context) -> Continuation | None:
-        found = self._index.find(context.ids)
+        own = self._index.find(context.ids)
         earlier = None if self._history is None else self._history.index.find(context.ids)
-        if found is None or (earlier is not None and earlier.match_length > found.match_length):
+        if own is None or (earlier is not None and earlier.match_length > own.match_length):
             return earlier
-        return found
+        return own
 
-    def _compare_last(self, context: Context, known: int, policy: LengthPolicy) -> None:
+    def _compare_last(self, context: Context, indexed: int, policy: LengthPolicy) -> None:
         """Tells the policy how many tokens of the last match equal the tokens that have joined the
-        context since."""
+        context since: those after the first `indexed` ones."""
         if self._last is None:
             return
-        agreed, ended = self._last.agreement(context.ids[known:])
+        agreed, ended = self._last.agreement(context.ids[indexed:])
         begin = perf_counter()
         policy.observe_match(self._last.match_length, agreed, ended=ended)
         policy.seconds += perf_counter() - begin

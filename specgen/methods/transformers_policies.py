@@ -70,7 +70,8 @@ class Confidence(LengthPolicy):
         self.max_draft = max_draft
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        if (prob := token["prob"]) < self.threshold:
+        prob = token["prob"]
+        if prob < self.threshold:
             self.reason = f"prob {comparison(prob, '<', self.threshold)}"
             return False
         return self._below(self.max_draft, token)
