@@ -124,13 +124,12 @@ def tune(
         tuner.check_named()
     else:
         tuner.leave_out(names)
-    found = outcome_of(simulator, candidates, tuner.request, tuner.left_out, acceptance)
     chosen_pair = pair if simulator is None else simulator.pair
-    draft = chosen_pair.draft
+    draft = None if chosen_pair is pair else chosen_pair.draft
     return replace(
-        found,
+        outcome_of(simulator, candidates, tuner.request, tuner.left_out, acceptance),
         pair=chosen_pair,
-        draft_dtype=None if chosen_pair is pair or draft is None else draft.precision.rounding,
+        draft_dtype=None if draft is None else draft.precision.rounding,
         prompts=max(1, len(references)),
         real_runs=tuner.real_runs,
         simulated=tuner.simulated,
@@ -142,11 +141,11 @@ def tune(
 def further_heads(pair: Pair) -> Mapping[str, Sequence[GivenSettings]]:
     """Returns the settings that name the heads that were found for the target, by kind, but for the
     default ones."""
-    found = defaultdict[str, list[dict[str, str]]](list)
-    for each in pair.found:
-        if each.kind in HEADS and each.folder != pair.parts.beside[each.kind]:
-            found[each.kind].append({"head": str(each.folder)})
-    return found
+    by_kind = defaultdict[str, list[dict[str, str]]](list)
+    for part in pair.found:
+        if part.kind in HEADS and part.folder != pair.parts.beside[part.kind]:
+            by_kind[part.kind].append({"head": str(part.folder)})
+    return by_kind
 
 
 def worth_rounding(pair: Pair) -> bool:
@@ -193,7 +192,8 @@ class Tuner:
             or (name in (names or METHODS) and not METHODS[name].tuning.is_yardstick)
         ]
         for name in wanted:
-            if (reason := self._obstacle(name)) is not None:
+            reason = self._obstacle(name)
+            if reason is not None:
                 self.left_out[name] = reason
         self.check_named()
         return [name for name in wanted if name not in self.left_out]
@@ -219,63 +219,87 @@ class Tuner:
         `tried` only has plain decoding, with the speed of a few tokens. Raises SpecgenError, with
         the prompt's name, if plain decoding fails.
         """
-        request, deadline = self.request, self.request.deadline
+        request = self.request
         wanted = [PLAIN, methods.DEFAULT_METHOD, *likeliest(names, request.names or ())]
         candidates = [Candidate(name, _defaults(name), 0.0) for name in wanted]
-        Runner(
-            self.pair, BenchmarkConfig([], request.prompts, 1, request.sampling, request.chat)
-        ).check()
+        config = BenchmarkConfig([], request.prompts, 1, request.sampling, request.chat)
+        Runner(self.pair, config).check()
+
         self.observer.doing("plain decoding")
-        self._speed = speed = probe(self.pair, request)
-        left = deadline.left
-        found = plan(speed, TRIAL * left, left, len(candidates), request.sampling.max_new_tokens)
-        if found is None:
-            least = 2 * MARGIN * (speed.seconds(WARM_UP_TOKENS) + speed.seconds(LEAST_TOKENS))
-            self.missing_seconds = max(self.missing_seconds, least - left)
-            tokens = request.sampling.max_new_tokens
-            self.tried = [Candidate(PLAIN, {}, tokens / speed.seconds(tokens))]
-            self.observer.done(
-                f"plain decoding: {1e3 * speed.token_seconds:.0f} ms a token; no time for more"
-            )
+        self._speed = probe(self.pair, request)
+        left = request.deadline.left
+        tokens = request.sampling.max_new_tokens
+        fitting = plan(self._speed, TRIAL * left, left, len(candidates), tokens)
+        if fitting is None:
+            self._report_plain(left)
             return []
-        self.request = request = replace(
-            request, sampling=replace(request.sampling, max_new_tokens=found.tokens)
-        )
-        self._runs = RealRuns(self.pair, request, self.observer, speed)
-        limit = deadline.share(TRIAL if found.tokens >= FEWEST_TOKENS else 1.0)
-        first = request.prompts[:1]
-        others = request.prompts[1:]
-        self._runs.run(candidates[: found.methods], first, limit)
-        if others:
-            self._runs.run(self._not_behind(candidates[: found.methods], self._runs), others, limit)
-            run_second_prompt(candidates[: found.methods], self._runs, others[0], deadline)
-        self.left_out |= {
-            name: error.message for name, error in self._runs.failures.items() if name in names
-        }
-        measured = map(self._runs.measured, candidates[: found.methods])
-        self.tried = [replace(each, predicted=each.measured) for each in measured if each.measured]
-        for each in self.tried:  # the default runs without a draft model too
-            self.left_out.pop(each.name, None)
+
+        sampling = replace(request.sampling, max_new_tokens=fitting.tokens)
+        self.request = replace(request, sampling=sampling)
+        self._runs = RealRuns(self.pair, self.request, self.observer, self._speed)
+        candidates = candidates[: fitting.methods]
+        self._run_first(candidates, self._runs)
+        self._note_tried(candidates, self._runs, names)
         references = self._runs.references()
         if not references:
-            self.tried = [Candidate(PLAIN, {}, 1 / speed.token_seconds)]
+            self.tried = [Candidate(PLAIN, {}, 1 / self._speed.token_seconds)]
             return []
-        ran = ", ".join(f"{each.name} {each.measured:.1f}" for each in self.tried)
-        where = f"{counted(len(references), 'prompt')}, {found.tokens} tokens each"
-        self.observer.done(f"really run, tokens/s: {ran} ({where})")
+
+        speeds = ", ".join(f"{candidate.name} {candidate.measured:.1f}" for candidate in self.tried)
+        where = f"{counted(len(references), 'prompt')}, {fitting.tokens} tokens each"
+        self.observer.done(f"really run, tokens/s: {speeds} ({where})")
         return references
+
+    def _report_plain(self, left: float) -> None:
+        """Says that the seconds that are `left` are too few for a run, and how fast plain decoding
+        is."""
+        speed = self._speed
+        least = 2 * MARGIN * (speed.seconds(WARM_UP_TOKENS) + speed.seconds(LEAST_TOKENS))
+        self.missing_seconds = max(self.missing_seconds, least - left)
+        tokens = self.request.sampling.max_new_tokens
+        self.tried = [Candidate(PLAIN, {}, tokens / speed.seconds(tokens))]
+        self.observer.done(
+            f"plain decoding: {1e3 * speed.token_seconds:.0f} ms a token; no time for more"
+        )
+
+    def _run_first(self, candidates: Sequence[Candidate], runs: RealRuns) -> None:
+        """Runs the candidates on the first prompt, and those that are not far behind on others."""
+        prompts = self.request.prompts
+        deadline = self.request.deadline
+        is_long = self.request.sampling.max_new_tokens >= FEWEST_TOKENS
+        limit = deadline.share(TRIAL if is_long else 1.0)
+        runs.run(candidates, prompts[:1], limit)
+        if len(prompts) > 1:
+            runs.run(self._not_behind(candidates, runs), prompts[1:], limit)
+            run_second_prompt(candidates, runs, prompts[1], deadline)
+
+    def _note_tried(
+        self, candidates: Sequence[Candidate], runs: RealRuns, names: Sequence[str]
+    ) -> None:
+        """Sets `tried` to the candidates that ran, and leaves out those of `names` that failed."""
+        failures = {name: error.message for name, error in runs.failures.items() if name in names}
+        self.left_out |= failures
+        measured = [runs.measured(candidate) for candidate in candidates]
+        self.tried = [
+            replace(candidate, predicted=candidate.measured)
+            for candidate in measured
+            if candidate.measured
+        ]
+        for candidate in self.tried:  # the default runs without a draft model too
+            self.left_out.pop(candidate.name, None)
 
     def _not_behind(self, candidates: Sequence[Candidate], runs: RealRuns) -> list[Candidate]:
         """Returns the candidates that are worth further runs: the default, and those that were not
         far behind so far."""
-        speeds = {each.name: runs.measured(each).speedup or 0.0 for each in candidates}
-        floor = BEHIND * max(
-            1.0, *(speed for name, speed in speeds.items() if METHODS[name].lossless)
-        )
+        speeds = {
+            candidate.name: runs.measured(candidate).speedup or 0.0 for candidate in candidates
+        }
+        lossless = [speed for name, speed in speeds.items() if METHODS[name].lossless]
+        floor = BEHIND * max(1.0, *lossless)
         return [
-            each
-            for each in candidates
-            if speeds[each.name] >= floor or each.name == methods.DEFAULT_METHOD
+            candidate
+            for candidate in candidates
+            if speeds[candidate.name] >= floor or candidate.name == methods.DEFAULT_METHOD
         ]
 
     @property
@@ -289,7 +313,7 @@ class Tuner:
 
     def leave_out(self, names: Sequence[str]) -> None:
         """Says of the methods `names` that did not run that the time was short."""
-        ran = {each.name for each in self.tried}
+        ran = {candidate.name for candidate in self.tried}
         missing = [name for name in names if name not in ran]
         self.left_out |= dict.fromkeys(missing, TIME_WAS_SHORT)
         seconds = MARGIN * self._speed.seconds(TIMED_TOKENS) / COSTS
@@ -333,16 +357,14 @@ class Tuner:
             )
         pair.measurements.tuned_costs = costs
         simulator = Simulator(pair, references, sampling, costs, self.request.deadline.clock)
-        kind = "model" if "model" in costs else "exit"
-        if kind not in costs:
+        drafts = "model" if "model" in costs else "exit"
+        if drafts not in costs:
             return simulator, None
         observer.doing("running the draft model on the target's output")
-        share = simulator.run(_DRAFTERS[kind], {"policy": "fixed", "k": 1}).acceptance_rate
+        share = simulator.run(_DRAFTERS[drafts], {"policy": "fixed", "k": 1}).acceptance_rate
         if share is not None and pair is self.pair:
-            observer.done(
-                f"the target accepts {share:.0%} of the "
-                f"{'draft' if kind == 'model' else 'exit layer'}'s tokens"
-            )
+            drafter = "draft" if drafts == "model" else "exit layer"
+            observer.done(f"the target accepts {share:.0%} of the {drafter}'s tokens")
         return simulator, share
 
     def best_draft(
@@ -378,10 +400,9 @@ class Tuner:
                 self.left_out[label] = error.message
         in_parallel = [name for name in names if METHODS[name].is_parallel]
         if best.pair is not self.pair and in_parallel:
-            found, _ = self.measure(
-                best.pair, in_parallel, best.references, self.request.deadline.share(COSTS)
-            )
-            best.costs = {**best.costs, **found.costs}
+            deadline = self.request.deadline.share(COSTS)
+            parallel, _ = self.measure(best.pair, in_parallel, best.references, deadline)
+            best.costs = {**best.costs, **parallel.costs}
         return best, acceptance
 
     def is_faster(
@@ -399,12 +420,8 @@ class Tuner:
         speedups = []
         for simulator, share in zip((other, best), shares, strict=True):
             costs = simulator.costs["model"]
-            speedups.append(
-                1
-                / DraftingCosts.of_rounds(
-                    costs, min(costs.verification_cost.curves)
-                ).time_per_token(share)
-            )
+            drafting = DraftingCosts.of_rounds(costs, min(costs.verification_cost.curves))
+            speedups.append(1 / drafting.time_per_token(share))
         is_faster = AS_FAST * speedups[0] > speedups[1]
         figures = [
             f"{speedup:.2f}× with {share:.0%} accepted"
@@ -433,39 +450,46 @@ class Tuner:
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         failed = set[tuple[str, Value | None]]()  # methods with policies
-        plain = [_expected(simulator, PLAIN, {}, some).predicted for some in (None, numbers)]
+        plain_on_all = _expected(simulator, PLAIN, {}).predicted
+        plain = _expected(simulator, PLAIN, {}, numbers).predicted
         queue = _in_turn(grids)
         begin = deadline.left
         for position, (name, settings) in enumerate(queue):
             if name != PLAIN and deadline.left < 0:
-                untried = [
-                    each
-                    for each, _ in queue[position:]
-                    if not tried[each] and not prospects.is_given_up(each)
-                ]
-                self._miss(len(set(untried)), begin / max(1, position))
+                left = {other for other, _ in queue[position:] if not tried[other]}
+                untried = [other for other in left if not prospects.is_given_up(other)]
+                self._miss(len(untried), begin / max(1, position))
                 break
             if (name, settings.get("policy")) in failed or prospects.is_given_up(name):
                 continue
-            found = None
+
+            candidate = None
             try:
                 if prospects.can_reach(name, settings):
                     self.observer.doing(f"simulating {written(name, settings)}")
-                    found = self._simulated(simulator, name, settings, numbers, deadline, prospects)
+                    candidate = self._simulated(
+                        simulator, name, settings, numbers, deadline, prospects
+                    )
             except SpecgenError as error:
                 if name == PLAIN:
                     raise
                 self.left_out[name] = error.message
                 failed.add((name, settings.get("policy")))
                 continue
-            if found is not None:
-                prospects.note(name, found.predicted / plain[1])
-                tried[name].append(replace(found, predicted=found.predicted * plain[0] / plain[1]))
+
+            if candidate is not None:
+                speed = candidate.predicted
+                prospects.note(name, speed / plain)
+                tried[name].append(replace(candidate, predicted=speed * plain_on_all / plain))
             elif deadline.left >= 0:
                 prospects.strike(name)
-                if not tried[name] and name not in (each.name for each in self.tried):
+                if not tried[name] and not self._has_run(name):
                     self.left_out[name] = FAR_BEHIND
         return tried
+
+    def _has_run(self, name: str) -> bool:
+        """Whether the method was one of those that really ran first."""
+        return any(candidate.name == name for candidate in self.tried)
 
     def _simulated(
         self,
@@ -506,43 +530,19 @@ class Tuner:
         """
         deadline = self.request.deadline
         prompts = len(simulator.references)
-        heads = further_heads(simulator.pair)
+        numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
         chains = {name: grid(name) for name in names if name in SIMPLE}
-        shapes = {
-            name: combinations(METHODS[name].tuning.shapes)
-            for name in chains
-            if METHODS[name].tuning.shapes
-        }
-        shapes |= {
-            name: [
-                {**more, **each}
-                for each in grid(name)
-                for more in ({}, *heads.get(METHODS[name].head, ()))
-            ]
-            for name in names
-            if name in SEARCHED
-        }
+        shapes = _shapes(names, further_heads(simulator.pair))
         prospects = self._prospects(simulator)
         tried = self.search(simulator, chains, deadline.share(SIMULATION), prospects)
         self._report(tried, "setting", "simulated")
-        numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
         if shapes:
-            found = self.search(simulator, shapes, deadline.share(SEARCH), prospects, numbers)
-            self._report(found, "shape", "of trees, drafts and beams simulated")
-            tried = {
-                name: [*tried.get(name, ()), *found.get(name, ())] for name in (*tried, *found)
-            }
-        is_lossy = any(settings for name, settings in tried.items() if not METHODS[name].lossless)
-        perplexity = (
-            simulator.run(PLAIN, {}, numbers, perplexity=True).perplexity if is_lossy else None
-        )
-        best = {name: self._best(name, settings, perplexity) for name, settings in tried.items()}
-        candidates = [each for each in best.values() if each is not None]
-        if perplexity is not None:
-            candidates = [
-                replace(each, perplexity=perplexity) if each.name == PLAIN else each
-                for each in candidates
-            ]
+            trees = self.search(simulator, shapes, deadline.share(SEARCH), prospects, numbers)
+            self._report(trees, "shape", "of trees, drafts and beams simulated")
+            for name, candidates in trees.items():
+                tried[name] = [*tried.get(name, ()), *candidates]
+
+        candidates = self._best_of_each(simulator, tried, numbers)
         if "selfsd" in names:
             self.observer.doing("searching for layers to skip")
             try:
@@ -550,6 +550,23 @@ class Tuner:
             except SpecgenError as error:
                 self.left_out["selfsd"] = error.message
         return sorted(candidates, key=lambda candidate: -candidate.predicted)
+
+    def _best_of_each(
+        self, simulator: Simulator, tried: Tried, numbers: Sequence[int]
+    ) -> list[Candidate]:
+        """Returns the best settings of each method that has some. If a lossy one was tried, plain
+        decoding gets its perplexity on the prompts with these `numbers`."""
+        perplexity = None
+        if any(candidates and not METHODS[name].lossless for name, candidates in tried.items()):
+            perplexity = simulator.run(PLAIN, {}, numbers, perplexity=True).perplexity
+        best = []
+        for name, candidates in tried.items():
+            candidate = self._best(name, candidates, perplexity)
+            if candidate is not None and name == PLAIN and perplexity is not None:
+                candidate = replace(candidate, perplexity=perplexity)
+            if candidate is not None:
+                best.append(candidate)
+        return best
 
     def _prospects(self, simulator: Simulator) -> Prospects:
         """Returns what the costs of target passes say of the methods."""
@@ -560,11 +577,12 @@ class Tuner:
         )
 
     def _report(self, tried: Tried, noun: str, what: str) -> None:
-        found = [each for candidates in tried.values() for each in candidates if each.name != PLAIN]
-        if found:
-            best = max(found, key=lambda each: each.predicted)
-            of = counted(len({each.name for each in found}), "method")
-            self.observer.done(f"{counted(len(found), noun)} of {of} {what}; best: {best.written}")
+        others = [candidates for name, candidates in tried.items() if name != PLAIN and candidates]
+        if others:
+            every = [candidate for candidates in others for candidate in candidates]
+            best = max(every, key=lambda candidate: candidate.predicted)
+            of = counted(len(others), "method")
+            self.observer.done(f"{counted(len(every), noun)} of {of} {what}; best: {best.written}")
 
     def _best(
         self, name: str, tried: Sequence[Candidate], plain_perplexity: float | None
@@ -573,19 +591,19 @@ class Tuner:
         reason in `left_out`, if none was tried or if none has a perplexity that the objective
         allows."""
         if not tried:
-            if name not in (each.name for each in self.tried):
+            if not self._has_run(name):
                 self.left_out.setdefault(name, TIME_WAS_SHORT)
             return None
         self.left_out.pop(name, None)  # only its trees failed
         if METHODS[name].lossless:
             return nearest_to_default(tried)
-        found = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
-        if found is None:
+        best = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
+        if best is None:
             limit = self.request.objective.limit(plain_perplexity or 0.0)
             self.left_out[name] = (
                 f"no setting had a perplexity of at most {significant(limit)} (--max-perplexity)"
             )
-        return found
+        return best
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Really runs plain decoding and as many of the most promising candidates as the time
@@ -596,43 +614,63 @@ class Tuner:
         with this pair have measured speeds.
         """
         runs = self._runs_with(pair)
-        deadline = self.request.deadline
         tried = {
-            each.written: each
-            for each in self.tried
-            if runs is self._runs or not METHODS[each.name].uses_draft_model
+            candidate.written: candidate
+            for candidate in self.tried
+            if runs is self._runs or not METHODS[candidate.name].uses_draft_model
         }
 
         def with_speed(candidate: Candidate) -> Candidate:
-            found = runs.measured(candidate)
+            measured = runs.measured(candidate)
             before = tried.get(candidate.written)
-            if found.measured is not None or before is None:
-                return found
+            if measured.measured is not None or before is None:
+                return measured
             return replace(before, predicted=candidate.predicted, perplexity=candidate.perplexity)
 
-        given = {each.written for each in candidates}
-        everything = [*candidates, *(each for each in tried.values() if each.written not in given)]
-        usable = [with_speed(each) for each in everything if each.written not in self.left_out]
+        chosen = {candidate.written for candidate in candidates}
+        ran_before = [candidate for name, candidate in tried.items() if name not in chosen]
+        everything = [*candidates, *ran_before]
+        usable = [
+            with_speed(candidate)
+            for candidate in everything
+            if candidate.written not in self.left_out
+        ]
         selected = worth_running(usable, self.request.names or ())
-        listed = self._affordable(selected, runs)
-        if listed:
-            used = len(runs.references())
-            prompts = [*self.request.prompts[used:], *self.request.prompts[:used]]  # new ones first
-            runs.run(listed, prompts, deadline, MOST_REPEATS)
-            self.left_out |= {spec: error.message for spec, error in runs.failures.items()}
-            turns = counted(len(runs.prompts(plain_of(candidates))), "prompt")
-            self.observer.done(
-                f"{counted(len(listed), 'method')} and plain decoding really run, on {turns} in all"
-            )
-        found = [with_speed(each) for each in everything]
-        only_simulated = {each.written for each in selected} - set(runs.failures)
-        only_simulated &= {each.written for each in found if each.measured is None}
-        if only_simulated:
-            names = ", ".join(each.name for each in selected if each.written in only_simulated)
-            self.left_out["confirmation"] = f"{TIME_WAS_SHORT}; only simulated: {names}"
-            seconds = self._seconds_of(len(only_simulated), runs) / (1 - TRIAL)
-            self.missing_seconds += max(0.0, seconds - max(0.0, deadline.left))
-        return one_of_each(found)
+        affordable = self._affordable(selected, runs)
+        if affordable:
+            self._run_on_new_prompts(affordable, plain_of(candidates), runs)
+
+        confirmed = [with_speed(candidate) for candidate in everything]
+        simulated = {
+            candidate.written for candidate in confirmed if candidate.measured is None
+        } - set(runs.failures)
+        self._note_unconfirmed(
+            [candidate for candidate in selected if candidate.written in simulated], runs
+        )
+        return one_of_each(confirmed)
+
+    def _run_on_new_prompts(
+        self, candidates: Sequence[Candidate], plain: Candidate, runs: RealRuns
+    ) -> None:
+        """Runs the candidates and plain decoding until the deadline, first on prompts that were not
+        used yet."""
+        used = len(runs.references())
+        prompts = [*self.request.prompts[used:], *self.request.prompts[:used]]
+        runs.run(candidates, prompts, self.request.deadline, MOST_REPEATS)
+        self.left_out |= {spec: error.message for spec, error in runs.failures.items()}
+        turns = counted(len(runs.prompts(plain)), "prompt")
+        self.observer.done(
+            f"{counted(len(candidates), 'method')} and plain decoding really run, on {turns} in all"
+        )
+
+    def _note_unconfirmed(self, candidates: Sequence[Candidate], runs: RealRuns) -> None:
+        """Says that the time was too short to run these candidates."""
+        if not candidates:
+            return
+        names = ", ".join(candidate.name for candidate in candidates)
+        self.left_out["confirmation"] = f"{TIME_WAS_SHORT}; only simulated: {names}"
+        seconds = self._seconds_of(len(candidates), runs) / (1 - TRIAL)
+        self.missing_seconds += max(0.0, seconds - max(0.0, self.request.deadline.left))
 
     def _runs_with(self, pair: Pair) -> RealRuns:
         """Returns the real runs so far if they were made with this pair, else new ones."""
@@ -657,26 +695,49 @@ class Tuner:
         )
 
 
-def worth_running(known: Sequence[Candidate], named: Collection[str]) -> list[Candidate]:
+def _shapes(
+    names: Sequence[str], heads: Mapping[str, Sequence[GivenSettings]]
+) -> dict[str, list[GivenSettings]]:
+    """Returns the settings with trees, several drafts or beams that are tried, by method. Methods
+    that draft with a head also try the further `heads` of its kind."""
+    shapes = {
+        name: combinations(METHODS[name].tuning.shapes)
+        for name in names
+        if name in SIMPLE and METHODS[name].tuning.shapes
+    }
+    for name in names:
+        if name in SEARCHED:
+            further = ({}, *heads.get(METHODS[name].head, ()))
+            shapes[name] = [{**head, **settings} for settings in grid(name) for head in further]
+    return shapes
+
+
+def worth_running(candidates: Sequence[Candidate], named: Collection[str]) -> list[Candidate]:
     """Returns the most promising candidates to run, by their measured or expected speeds.
 
     `named` are the methods that the user named. Lossy ones of these, and the default method, are
     returned in any case if they have not run: who names a lossy method wants it for its perplexity,
     so a low expected speed is no reason to leave it out.
     """
-    plain = plain_of(known)
-    usable = [
-        each for each in known if each.name != PLAIN and (each.lossless or each.name in named)
+    plain = plain_of(candidates)
+    usable = []
+    for candidate in candidates:
+        if candidate.name == PLAIN or not (candidate.lossless or candidate.name in named):
+            continue
+        if candidate.speedup:
+            candidate = replace(candidate, predicted=candidate.speedup * plain.predicted)
+        usable.append(candidate)
+
+    promising = shortlist(usable)
+    listed = {candidate.written for candidate in promising}
+    in_any_case = [
+        candidate
+        for candidate in usable
+        if (candidate.name == methods.DEFAULT_METHOD or not candidate.lossless)
+        and candidate.measured is None
+        and candidate.written not in listed
     ]
-    speeds = {
-        each.written: (each.speedup * plain.predicted if each.speedup else each.predicted)
-        for each in usable
-    }
-    found = shortlist([replace(each, predicted=speeds[each.written]) for each in usable])
-    promising = {each.written for each in found}
-    missing = [each for each in usable if each.measured is None and each.written not in promising]
-    first = [each for each in missing if each.name == methods.DEFAULT_METHOD or not each.lossless]
-    return [*first, *found][:SHORTLIST_SIZE]
+    return [*in_any_case, *promising][:SHORTLIST_SIZE]
 
 
 def run_second_prompt(
@@ -688,30 +749,37 @@ def run_second_prompt(
     The fastest of the `candidates` so far runs on it too if it was faster than plain decoding and
     the time is enough for both.
     """
-    default = [each for each in candidates if each.name == methods.DEFAULT_METHOD]
-    speeds = {each.written: runs.measured(each).speedup or 0.0 for each in candidates}
-    fastest = max(candidates, key=lambda each: METHODS[each.name].lossless * speeds[each.written])
-    is_fast = fastest not in default and speeds[fastest.written] > 1
+    default = [candidate for candidate in candidates if candidate.name == methods.DEFAULT_METHOD]
+
+    def speedup(candidate: Candidate) -> float:
+        return runs.measured(candidate).speedup or 0.0
+
+    fastest = max(
+        candidates, key=lambda candidate: speedup(candidate) if candidate.lossless else 0.0
+    )
+    is_fast = fastest not in default and speedup(fastest) > 1
     for wanted in ([*default, fastest] if is_fast else default, default):
-        if any(len(runs.prompts(each)) == 1 for each in default):
+        if any(len(runs.prompts(candidate)) == 1 for candidate in default):
             runs.run(wanted, [prompt], deadline)
 
 
-def one_of_each(found: Sequence[Candidate]) -> list[Candidate]:
+def one_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns one of the candidates of each method, by expected speed, fastest first.
 
     It is the first one of the method, or another one if that is the fastest lossless one of all
     that ran.
     """
     ran = [
-        each for each in found if each.speedup is not None and each.lossless and each.name != PLAIN
+        candidate
+        for candidate in candidates
+        if candidate.speedup is not None and candidate.lossless and candidate.name != PLAIN
     ]
-    fastest = max(ran, key=lambda each: each.rank, default=None)
-    first: dict[str, Candidate] = {}
-    for each in found:
-        if each is fastest or each.name not in first:
-            first[each.name] = each
-    return sorted(first.values(), key=lambda each: -each.predicted)
+    fastest = max(ran, key=lambda candidate: candidate.rank, default=None)
+    by_method: dict[str, Candidate] = {}
+    for candidate in candidates:
+        if candidate is fastest or candidate.name not in by_method:
+            by_method[candidate.name] = candidate
+    return sorted(by_method.values(), key=lambda candidate: -candidate.predicted)
 
 
 def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
@@ -726,8 +794,12 @@ def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
     numbered = [
         (number, name, settings) for name in names for number, settings in enumerate(grids[name])
     ]
-    # stable
-    numbered.sort(key=lambda each: (each[0] > 0 and not METHODS[each[1]].lossless, each[0]))
+
+    def turn(item: tuple[int, str, GivenSettings]) -> tuple[bool, int]:
+        number, name, _ = item
+        return number > 0 and not METHODS[name].lossless, number
+
+    numbered.sort(key=turn)  # those of one turn stay in the methods' order
     return [(name, settings) for _, name, settings in numbered]
 
 
@@ -746,8 +818,9 @@ def _expected(
 ) -> Candidate:
     """Simulates the method on the prompts with these `numbers` (None: all) and returns it with its
     expected speed."""
-    found = simulator.run(name, settings, numbers, goes_on=goes_on)
-    return Candidate(name, settings, found.tokens_per_second or 0.0, perplexity=found.perplexity)
+    figures = simulator.run(name, settings, numbers, goes_on=goes_on)
+    speed = figures.tokens_per_second or 0.0
+    return Candidate(name, settings, speed, perplexity=figures.perplexity)
 
 
 def best_lossy(
@@ -761,13 +834,17 @@ def best_lossy(
     three decimals, the fastest of these.
     """
     limit = objective.limit(plain_perplexity)
-    kept = [each for each in tried if each.perplexity is not None and each.perplexity <= limit]
+    allowed = [
+        candidate
+        for candidate in tried
+        if candidate.perplexity is not None and candidate.perplexity <= limit
+    ]
 
     def rank(candidate: Candidate) -> tuple[float, float]:
         perplexity = round(candidate.perplexity or 0.0, 3) if objective.lowest_perplexity else 0.0
         return -perplexity, candidate.predicted
 
-    return max(kept, key=rank, default=None)
+    return max(allowed, key=rank, default=None)
 
 
 def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
@@ -792,9 +869,8 @@ def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
 
 
 def _token_seconds(references: Sequence[ReferenceOutput]) -> float:
-    return sum(each.seconds for each in references) / sum(
-        len(each.token_ids) for each in references
-    )
+    tokens = sum(len(reference.token_ids) for reference in references)
+    return sum(reference.seconds for reference in references) / tokens
 
 
 def outcome_of(
