@@ -261,7 +261,9 @@ def test_a_trace_with_other_settings_is_refused(
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert all(text in err for text in named), err
     assert trace.read_text() == before
-    assert compare(*options, "--trace", str(trace))[2] == "", "it was complete: a new one"
+    runs = before.count('"type": "summary"')
+    said = compare(*options, "--trace", str(trace))[2]
+    assert said == f"{trace} is written anew: the {runs} finished runs in it are replaced\n"
     assert (
         json.loads(trace.read_text().splitlines()[-1])["seconds"] != parsed(before)[-1]["seconds"]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import threading
 from collections.abc import Callable
@@ -241,6 +242,18 @@ def test_a_file_that_is_no_trace_is_not_overwritten_by_one(tmp_path: Path, main:
     assert path.read_text().startswith("{\n")
 
 
+def test_a_model_in_place_of_a_trace_is_told_how_to_be_inspected(
+    tmp_path: Path, main: Main
+) -> None:
+    file = tmp_path / "a model"
+    file.write_bytes(b"GGUF\x03\x00\x00\x00")
+    for path, kind in ((tmp_path, "a folder"), (file, "a GGUF file")):
+        code, out, err = main("inspect", path)
+        assert (code, out) == (2, "")
+        hint = f"For a model: specgen inspect -t {shlex.quote(str(path))}"
+        assert err == f"error: {path} is {kind}, not a trace. {hint}\n"
+
+
 def test_a_mistake_removes_a_new_trace_and_leaves_an_old_one_unchanged(
     tmp_path: Path, main: Main
 ) -> None:
@@ -327,7 +340,10 @@ def test_a_recorded_run_is_replaced_with_a_line_and_those_of_several_prompts_are
     code, _, err = main(*arguments, "def f(")
     assert (code, "anew" in err) == (0, False)
     code, _, err = main(*arguments, "def g(")
-    assert (code, err.count(f"{path} is written anew: it holds another run\n")) == (0, 1)
+    assert (code, err.count(f"{path} is written anew: the run that it holds is replaced\n")) == (
+        0,
+        1,
+    )
     before = path.read_bytes()
     assert "anew" not in main(*arguments, "def f(", "-q")[2]
     assert path.read_bytes() != before

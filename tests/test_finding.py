@@ -55,6 +55,18 @@ def searched(place: Path) -> Search:
     return search(files, devices, ModelOptions(dtype="float32"))
 
 
+def test_a_folder_of_links_is_a_folder_of_models(place: Path, tmp_path: Path) -> None:
+    """The links lie in one folder, what they lead to in others."""
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("big", "small"):
+        own = tmp_path / f"where {name} is"
+        own.mkdir()
+        (place / name).rename(own / name)
+        (links / name).symlink_to(own / name)
+    assert names(links) == ["small"]
+
+
 def names(place: Path) -> list[str]:
     return [Path(each.name).name for each in searched(place).found]
 

@@ -243,7 +243,8 @@ def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, 
     except SpecgenError as error:
         return new, f"{error.message}: it is written anew"
     if not runner.is_interrupted(recorded):
-        return new, ""
+        runs = counted(len(recorded.runs), "finished run")
+        return new, f"{path} is written anew: the {runs} in it are replaced"
     trace.keep = recorded.end
     return runner, f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"
 

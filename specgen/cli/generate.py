@@ -285,7 +285,8 @@ def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Conso
         return
     if _is_recorded(output.trace) and not output.quiet:
         err.print(
-            Text(f"{output.trace} is written anew: it holds another run", "quiet"), soft_wrap=True
+            Text(f"{output.trace} is written anew: the run that it holds is replaced", "quiet"),
+            soft_wrap=True,
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ class _Group:
         return texts
 
 
+def _refuse_model(path: Path) -> None:
+    """Raises SpecgenError if the path is a folder or a GGUF file, as those of models are."""
+    is_folder = path.is_dir()
+    begin = b""
+    with suppress(OSError):  # reported where the trace is read
+        if path.is_file():  # what is read from a pipe is lost for its reader
+            with path.open("rb") as file:
+                begin = file.read(4)
+    if is_folder or begin == b"GGUF":
+        kind = "a folder" if is_folder else "a GGUF file"
+        hint = f"For a model: specgen inspect -t {shlex.quote(str(path))}"
+        raise SpecgenError(f"{path} is {kind}, not a trace", hint)
+
+
 def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceOptions) -> None:
     """Shows the traces as text, JSON lines or an HTML page.
 
@@ -80,6 +95,7 @@ def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceO
     check_outputs({"--html": html}, [("the trace", path) for path in paths])
     groups: dict[tuple[Path, str, str], _Group] = {}
     for path in paths:
+        _refuse_model(path)
         for run in read_trace(path):
             # runs of `compare` with the same written method are one group, even if measured
             # settings differ

@@ -109,6 +109,7 @@ class OutputWriter:
                 self._figures.prompt_tokens = self._run.uncached_tokens
                 with reading_prompt(progress):
                     for round_ in self._run.rounds():
+                        interrupts.check()  # Python may have lost one while preparing or decoding
                         with interrupts.held():
                             progress.clear()
                             self._add(round_)

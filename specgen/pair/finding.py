@@ -276,6 +276,9 @@ def _places(target: ModelFiles) -> Iterator[tuple[str, Path]]:
         home = target.folder.parent.resolve() if is_file else here
         inside = _models_of_a_collection(home) if is_file else _models_in(home)
         beside = _models_of_a_collection(home.parent)
+        as_named = location.expanduser().absolute()  # of which a part may be a link
+        if as_named.parent.resolve() != home.parent and not is_file:
+            beside = [*beside, *_models_of_a_collection(as_named.parent)]
         for folder in [*inside, *beside]:
             if folder != home and folder.resolve() != here:
                 yield str(folder) if location.is_absolute() else os.path.relpath(folder), folder
