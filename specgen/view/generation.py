@@ -65,11 +65,8 @@ class Piece(NamedTuple):
 
 
 class AnswerText:
-    """Turns the tokens of rounds into pieces of text that end before the first stop string.
-
-    Text that may be the beginning of a stop string is held back until more text shows whether it
-    is.
-    """
+    """Turns the tokens of rounds into pieces of text that end before the first stop string. Text
+    that may begin one is held back until more text shows whether it does."""
 
     def __init__(self, detokenizer: Detokenizer, stop: StopStrings) -> None:
         self._detokenizer = detokenizer
@@ -87,9 +84,8 @@ class AnswerText:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
-            self._hold(
-                self._detokenizer.push(token) + self._stop.mark(token), drafted=position < accepted
-            )
+            text = self._detokenizer.push(token) + self._stop.mark(token)
+            self._hold(text, drafted=position < accepted)
         return self._release(self._stop.begun(self._all))
 
     def finish(self) -> list[Piece]:
@@ -164,12 +160,11 @@ class Part(NamedTuple):
 
 def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     """Returns the pieces of a round's line: the drafted tokens, then the token that the target
-    chose.
+    chose. `shown` returns the text of token ids on one line.
 
-    `→` comes before a correction and `⊕` before a bonus token. `✗` comes before a rejected token.
-    `shown` returns the text of token ids on one line. If the draft is a tree, its accepted path is
-    shown, with `²` after a token that was the second candidate at its position, then the rejected
-    candidates as `a|b` and the number of all other nodes.
+    `✗` comes before a rejected token, `→` before a correction, `⊕` before a bonus token. Of a draft
+    that is a tree come the accepted path, with `²` after a token that was the second candidate at
+    its position, the rejected candidates as `a|b`, and the number of all other nodes.
     """
     line = _chain(round_, shown) if round_.draft.is_chain else _tree(round_, shown)
     token = round_.verdict.token
@@ -178,16 +173,14 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
         line += [Part(" ", "space"), Part(_MARKS[source], "mark")]
     if token is not None:
         line.append(Part(shown([token]), "own"))
-    return [Part(line[0].text.removeprefix(" "), line[0].kind), *line[1:]] if line else []
+    if line:
+        line[0] = line[0]._replace(text=line[0].text.removeprefix(" "))
+    return line
 
 
 def reason(round_: Round, prompt_length: int) -> str:
-    """Returns the words at the end of a round's line: why the draft ended, empty where no reason is
-    known.
-
-    The round "prefill", which only processes the prompt, has no draft. Its words are the number of
-    prompt tokens, `prompt_length`.
-    """
+    """Returns the words at the end of a round's line: why the draft ended, empty where that is not
+    known; for the prefill, which has no draft, the number of prompt tokens."""
     if round_.mode == "prefill":
         return f"prompt, {counted(prompt_length, 'token')}"
     return round_.draft.stop_reason or ""
@@ -264,18 +257,20 @@ class RoundsView:
                 Text("3/5 accepted", "quiet"),
             ]
         )
-        more = (
-            ["a|b: candidates for one position   ²: the second was accepted   +9: other nodes"]
-            if self._branches
-            else []
-        )
+        lines = [line]
+        if self._branches:
+            marks = (
+                "a|b: candidates for one position   ²: the second was accepted   +9: other nodes"
+            )
+            lines.append(Text(marks, "quiet"))
         if self._parallel:
-            more.append(
+            modes = (
                 "pre, post: verified while the next tokens were drafted   ahead: "
                 "drafted, not yet verified"
             )
-        for each in (line, *(Text(text, "quiet") for text in more)):
-            for part in wrapped(each, self._console.width):
+            lines.append(Text(modes, "quiet"))
+        for line in lines:
+            for part in wrapped(line, self._console.width):
                 self._console.print(part)
 
     def show(self, round_: Round) -> None:
@@ -293,9 +288,8 @@ class RoundsView:
             text.append("  ").append_text(why)
         lines = wrapped(text, max(column, 20))
         mode = f"  {MODES.get(round_.mode, ''):<{MODE - 2}}" if self._parallel else ""
-        row = (
-            Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet").append_text(lines[0])
-        )
+        row = Text().append(f"{round_.index:>3}{mode}{accepted:>7}  ", "quiet")
+        row.append_text(lines[0])
         if width >= NARROW and why:
             row.append(" " * (width - row.cell_len - why.cell_len)).append_text(why)
         self._console.print(row)
@@ -304,7 +298,8 @@ class RoundsView:
 
     def _shown(self, tokens: Sequence[int]) -> str:
         if tokens and tokens[-1] in self._eos_ids:
-            return (self._shown(tokens[:-1]) if tokens[:-1] else "") + "<eos>"
+            before = self._shown(tokens[:-1]) if tokens[:-1] else ""
+            return f"{before}<eos>"
         return inline(self._text_of(tokens))
 
 
@@ -317,41 +312,18 @@ def footer(
     where: str = "",
     is_cut: bool = False,
 ) -> Text:
-    """Returns the line below the answer: method, number of tokens, speeds of decoding and of the
-    prompt, acceptance, time to the first token, device and dtype (`where`, empty: not shown),
-    tokens per target pass, shares of the time.
+    """Returns the line below the answer: the method, numbers of tokens, speeds, shares.
 
-    If the line is longer than `width` cells, the less important figures are left out, but never
-    `notes` or `tuned`. `tuned` has, in words, the method and the settings that `specgen tune`
-    saved, empty where they are not used. `is_cut`: the limit that the user or the default set (-n)
-    ended the output.
+    If it is longer than `width` cells, the less important figures are left out, but never `notes`
+    or `tuned`: the method and settings, in words, if they come from a profile. `where` is the
+    device and the dtype, empty if they are not to be shown. `is_cut`: the limit of the user or the
+    default (-n) ended the output.
     """
-    tokens = counted(summary.new_tokens, "token")
-    energy = summary.energy
-    rate = summary.acceptance_rate
-    draft = summary.share_of_time("draft")
-    verify = summary.share_of_time("verify")
-    drafting = "waiting for the draft" if summary.parallel else "drafting"
-    idle = energy.idle_watts or 0.0 if energy else 0.0
-    figures = {
-        "name": (tuned or summary.method) + (f" ({', '.join(notes)})" if notes else ""),
-        "tokens": f"stopped at {tokens} (-n)" if is_cut else tokens,
-        "speed": _figure("decoding {:,.1f} tokens/s", summary.decode_tokens_per_second),
-        "prompt": _figure("prompt {:,.0f}/s", summary.prompt_tokens_per_second),
-        "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
-        "energy": _figure(
-            f"{{}} J/token above {significant(idle)} W idle", summary.joules_per_token, 3
-        ),
-        "accepted": _figure("{:.0%} accepted", rate),
-        "first": _figure("first token {} s", summary.first_token_seconds, 2),
-        "where": where,
-        "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
-        "runs": _figure(
-            "{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None
-        ),
-        "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
-        "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
-    }
+    figures = _footer_figures(summary, is_cut=is_cut)
+    figures["name"] = tuned or summary.method
+    if notes:
+        figures["name"] += f" ({', '.join(notes)})"
+    figures["where"] = where
     styles = {"name": "strong", "shares": "quiet"}
     for left_out in (None, *_DROPPED_FIRST, *_DROPPED_NEXT):
         if left_out is not None and not (left_out == "name" and (notes or tuned)):
@@ -364,6 +336,37 @@ def footer(
     # the green word explains the colour of accepted tokens
     line.highlight_words(["accepted"], "token.accepted")
     return line
+
+
+def _footer_figures(summary: Figures, *, is_cut: bool) -> dict[str, str]:
+    """Returns the figures of the footer in their order, each empty if it is not known; `name` and
+    `where` are still empty."""
+    tokens = counted(summary.new_tokens, "token")
+    rate = summary.acceptance_rate
+    draft = summary.share_of_time("draft")
+    verify = summary.share_of_time("verify")
+    drafting = "waiting for the draft" if summary.parallel else "drafting"
+    idle = 0.0
+    if summary.energy is not None and summary.energy.idle_watts is not None:
+        idle = summary.energy.idle_watts
+    joules = f"{{}} J/token above {significant(idle)} W idle"
+    return {
+        "name": "",
+        "tokens": f"stopped at {tokens} (-n)" if is_cut else tokens,
+        "speed": _figure("decoding {:,.1f} tokens/s", summary.decode_tokens_per_second),
+        "prompt": _figure("prompt {:,.0f}/s", summary.prompt_tokens_per_second),
+        "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
+        "energy": _figure(joules, summary.joules_per_token, 3),
+        "accepted": _figure("{:.0%} accepted", rate),
+        "first": _figure("first token {} s", summary.first_token_seconds, 2),
+        "where": "",
+        "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
+        "runs": _figure(
+            "{:.1f} per rejection", summary.mean_accepted_run if summary.parallel else None
+        ),
+        "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
+        "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
+    }
 
 
 def _figure(template: str, value: float | None, digits: int | None = None) -> str:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.settings import written_value
 from specgen.base.text import counted, inline, streamed
 from specgen.base.types import TokenStatus
+from specgen.compare.results import MethodResult, not_run, ranked
 from specgen.compare.results import best as best_result
-from specgen.compare.results import not_run, ranked
 from specgen.traces.reader import TracedRound, TracedRun
 from specgen.view.charts import charts, ticks, time_shares
 from specgen.view.comparison import Report, headline, sentences, verdict
@@ -67,18 +67,17 @@ def comparison_page(
 ) -> Iterator[str]:
     """Yields the HTML page of a comparison in pieces.
 
-    `machine` describes the computer as (heading, text) pairs. `versions` names the software
-    versions. `made_with` is the command that made the page.
+    `machine` has (heading, text) pairs about the computer, `versions` names the versions of the
+    software, and `made_with` is the command that made the page.
     """
     results = report.results
-    measured = [
-        (result.name, result.summary) for result in ranked(report.methods) if result.prompts
-    ]
-    runs = [
-        (name, results.examples[name])
-        for name, _ in measured
-        if name in results.examples and results.examples[name].rounds
-    ]
+    measured = [result for result in ranked(report.methods) if result.prompts]
+    times = [(result.name, time_shares(result.summary)) for result in measured]
+    examples = []
+    for result in measured:
+        run = results.examples.get(result.name)
+        if run is not None and run.rounds:
+            examples.append((result.name, run))
     prompts = {prompt.index: prompt for prompt in results.config.prompts}
     return _render(
         "compare_page.html.j2",
@@ -87,9 +86,9 @@ def comparison_page(
         has_lossy=report.measured_lossy,
         table=_compared(report),
         sentences=[sentence.plain for sentence in sentences(report)],
-        times=[(name, shares) for name, summary in measured if (shares := time_shares(summary))],
-        prompt=prompts[runs[0][1].start["prompt_index"]] if runs else None,
-        examples=runs,
+        times=[(name, shares) for name, shares in times if shares],
+        prompt=prompts[examples[0][1].start["prompt_index"]] if examples else None,
+        examples=examples,
         machine=machine,
         versions=versions,
         made_with=made_with,
@@ -124,10 +123,10 @@ def _headline(shown: Sequence[RecordedMethod]) -> str:
     prompts = {tuple(entry.run.start["prompt_ids"]) for entry in shown}
     if top is None or len(prompts) > 1:  # speeds on different prompts cannot be compared
         return f"{len(shown)} recordings side by side"
-    what = (
-        "the fastest" if all(entry.lossless for entry in shown) else "the fastest lossless method"
-    )
-    return f"{top.label} was {what}: {top.speed:.1f} tokens per second"
+    rank = "the fastest"
+    if not all(entry.lossless for entry in shown):
+        rank = "the fastest lossless method"
+    return f"{top.label} was {rank}: {top.speed:.1f} tokens per second"
 
 
 # rendering
@@ -152,37 +151,36 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["marked"] = _marked
-    named = (charts, counted, main_figures, settings_text, ticks, time_shares)
-    environment.globals |= {each.__name__: each for each in named} | {
+    for function in (charts, counted, main_figures, settings_text, ticks, time_shares):
+        environment.globals[function.__name__] = function
+    environment.globals |= {
         "tokens": _tokens,
         "rounds": _rounds,
         "settings": _settings,
+        "ended": ENDED,
+        "lossy": LOSSY,
     }
-    environment.globals |= {"ended": ENDED, "lossy": LOSSY}
     return environment
 
 
 def _visible(value: object) -> object:
     """Returns a value that a template prints as one line of text without control characters (↵ for
-    a line feed).
-
-    HTML that a macro has made is returned unchanged.
-    """
+    a line feed); HTML that a macro has made unchanged."""
     return value if hasattr(value, "__html__") else inline(str(value))
 
 
 @lru_cache(1 << 16)  # a long text has few different tokens
 def _marked(token: str, kind: str = "") -> Markup:
     """The template filter `marked`: puts a token's text into an `<i>` element with the CSS class
-    `kind`.
-
-    White space around the text stays outside the element. Line feeds and tabs are kept.
-    """
+    `kind`, without the white space around it. Line feeds and tabs are kept."""
     from markupsafe import Markup
 
     text = streamed(token)
     core = text.strip(" \n\t")
-    before, _, after = text.partition(core) if core else (text, "", "")
+    before = text
+    after = ""
+    if core:
+        before, _, after = text.partition(core)
     html = Markup('{}<i class="{}">{}</i>{}') if kind else Markup("{}<i{}>{}</i>{}")
     return html.format(before, kind, core, after)
 
@@ -191,59 +189,64 @@ def _marked(token: str, kind: str = "") -> Markup:
 
 
 def _compared(report: Report) -> dict[str, Any]:
-    """Returns the values of the macro `methods_table`: a line per method in order of rank, with a
-    dot at its speedup and a line over its interval.
-
-    Where requested, a line for each category of prompts follows its method. Methods that could not
-    run come last, with the reason.
-    """
+    """Returns the values of the macro `methods_table`: a line for each method by rank, followed by
+    one for each category if requested, with a dot at the speedup and a line over its interval. The
+    methods that could not run come last, with the reason."""
     shown = ranked_rows(report.methods, by_category=report.by_category)
     top = best_result(report.methods)
     lines = []
     for entry in shown:
-        kind = "ar" if entry.is_reference else "" if entry.spec.lossless else "lossy"
-        kind += " cat" if entry.category else " best" if entry is top else ""
         speedup = entry.speedup or 0.0
-        ends = {"low": entry.low or speedup, "high": entry.high or speedup}
         lines.append(
             {
-                "kind": kind,
+                "kind": _look(entry, is_best=entry is top),
                 "name": entry.name,
                 "entry": entry,
                 "speed": speedup,
                 "output": output_text(entry),
-                **ends,
+                "low": entry.low or speedup,
+                "high": entry.high or speedup,
             }
         )
-    off = [
-        {"kind": "off", "name": ", ".join(names), "why": reason}
-        for names, reason in not_run(report.methods)
+    columns = [column for column in shown_columns(shown) if column.label]
+    table = _table(lines, columns, 1.0, "×")
+    table["off"] = [
+        {"kind": "off", "name": ", ".join(names), "why": why}
+        for names, why in not_run(report.methods)
     ]
-    return _table(lines, [column for column in shown_columns(shown) if column.label], 1.0, "×") | {
-        "off": off
-    }
+    return table
+
+
+def _look(entry: MethodResult, *, is_best: bool) -> str:
+    """Returns the CSS classes of a line of the table."""
+    classes = "" if entry.spec.lossless else "lossy"
+    if entry.is_reference:
+        classes = "ar"
+    if entry.category:
+        return f"{classes} cat"
+    return f"{classes} best" if is_best else classes
 
 
 def _recorded(shown: Sequence[RecordedMethod]) -> dict[str, Any]:
-    """Returns the values of the macro `methods_table`: per method, the tokens per second over all
-    its recorded generations.
-
-    The interval of a method reaches from its slowest to its fastest generation.
-    """
+    """Returns the values of the macro `methods_table`: for each method the tokens per second over
+    all its recorded generations, with an interval from the slowest to the fastest one."""
     top = best(shown)
     lines = []
     for entry in shown:
-        # `ar` has a look of its own
-        kind = "lossy" if not entry.lossless else "best" if entry is top else entry.run.method
+        look = entry.run.method  # `ar` has its own
+        if not entry.lossless:
+            look = "lossy"
+        elif entry is top:
+            look = "best"
         speeds = entry.figures.speeds or [0.0]
-        ends = {"low": min(speeds), "high": max(speeds)}
         lines.append(
             {
-                "kind": kind,
+                "kind": look,
                 "name": entry.label,
                 "entry": entry.figures,
                 "speed": entry.speed,
-                **ends,
+                "low": min(speeds),
+                "high": max(speeds),
             }
         )
     return _table(lines, COLUMNS, 0.0, "")
@@ -270,48 +273,48 @@ def _table(
 def _settings(entry: RecordedMethod) -> str:
     """Returns the settings of the recorded generation in words, with the ranges of those that
     differ between generations."""
-    settings = {name: written_value(value) for name, value in entry.run.start["settings"].items()}
-    settings |= {
-        name: f"{settings[name]} ({values} over all runs)"
-        for name, values in entry.varying.items()
-        if name in settings
-    }
-    return "".join(f", {name} {value}" for name, value in settings.items())
+    text = ""
+    for name, value in entry.run.start["settings"].items():
+        text += f", {name} {written_value(value)}"
+        if name in entry.varying:
+            text += f" ({entry.varying[name]} over all runs)"
+    return text
 
 
 def committed_texts(run: TracedRun) -> list[str]:
-    """Returns the text of each committed token (a token of the answer: accepted, or chosen by the
-    target).
+    """Returns the text of each token of the answer, accepted or chosen by the target.
 
-    Where several tokens make up one character, the last of these tokens has the character, taken
-    from the text of the whole answer, and the ones before it are empty. A token whose place in the
-    answer cannot be found keeps its own text.
+    Where several tokens make up one character, the last one has it, taken from the text of the
+    whole answer, and the ones before are empty. A token whose place in the answer cannot be found
+    keeps its own text.
     """
     texts: list[str] = []
     for traced in run.rounds:
         texts += [traced.draft_texts[node] for node in traced.round.verdict.path]
-        texts += [] if traced.token_text is None else [traced.token_text]
+        if traced.token_text is not None:
+            texts.append(traced.token_text)
     whole = run.summary["text"] if run.summary is not None else ""
     start = 0
     if texts and not whole.startswith(" "):  # a tokenizer may drop the first space
         texts[0] = texts[0].removeprefix(" ")
     for number, (text, following) in enumerate(pairwise([*texts, ""])):
         if _REPLACEMENT not in text:
-            start += len(text) if whole.startswith(text, start) else 0
+            if whole.startswith(text, start):
+                start += len(text)
         elif _REPLACEMENT in following:
             texts[number] = ""
         else:
             end = whole.find(following, start + 1) if following else len(whole)
-            texts[number], start = (whole[start:end], end) if start < end else (text, start)
+            if start < end:
+                texts[number] = whole[start:end]
+                start = end
     return texts
 
 
 def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
-    """Yields each token, round by round: its CSS classes, its text and its tooltip.
-
-    Within a round the accepted tokens come first, then the rejected and discarded tokens, then the
-    token that the target chose. Of a draft that is a tree, discarded tokens are left out.
-    """
+    """Yields the CSS classes, the text and the tooltip of each token. Of a round come the accepted
+    tokens, the rejected and the discarded ones (not of a tree), and the one that the target
+    chose."""
     texts = iter(committed_texts(run))
     for traced in run.rounds:
         draft = traced.round.draft
@@ -322,15 +325,13 @@ def _tokens(run: TracedRun) -> Iterator[tuple[str, str, str]]:
             is_eos = ends and verdict.token is None and node == verdict.path[-1]
             text = next(texts)
             yield "acc eos" if is_eos else "acc", _EOS if is_eos else text, _tooltip(traced, node)
+        gone = [TokenStatus.REJECTED]
+        if draft.is_chain:
+            gone.append(TokenStatus.DISCARDED)
         for node, status in enumerate(statuses):
-            if status is TokenStatus.REJECTED or (
-                status is TokenStatus.DISCARDED and draft.is_chain
-            ):
-                yield (
-                    f"gone {_CLASSES[status.value]}",
-                    inline(traced.draft_texts[node]),
-                    _tooltip(traced, node),
-                )
+            if status in gone:
+                text = inline(traced.draft_texts[node])
+                yield f"gone {_CLASSES[status.value]}", text, _tooltip(traced, node)
         if verdict.token is not None:
             text = next(texts)
             tip = (
@@ -345,22 +346,20 @@ def _tooltip(traced: TracedRound, node: int) -> str:
     round_ = traced.round
     draft = traced.round.draft
     agreement = traced.round.verdict.agreement
-    figures = [
-        draft.entropies,
-        draft.top_probs,
-        *((agreement.overlap, agreement.kl) if agreement else ()),
-    ]
-    signals = [
-        f"{name} {form.format(values[node])}"
-        for (name, form), values in zip(_SIGNALS, figures, strict=False)
-        if node < len(values) and not math.isnan(values[node])
-    ]
-    said = (
+    figures = [draft.entropies, draft.top_probs]
+    if agreement is not None:
+        figures += [agreement.overlap, agreement.kl]
+    signals = []
+    for (name, form), values in zip(_SIGNALS, figures, strict=False):
+        if node < len(values) and not math.isnan(values[node]):
+            signals.append(f"{name} {form.format(values[node])}")
+    tip = (
         f"“{inline(traced.draft_texts[node])}”, id {draft.tokens[node]}: drafted, "
-        f"{round_.statuses[node].value}."
+        f"{round_.statuses[node].value}. Round {round_.index}, {node + 1} of {len(draft.tokens)}."
     )
-    place = f"Round {round_.index}, {node + 1} of {len(draft.tokens)}."
-    return " ".join([said, place, *([f"{', '.join(signals).capitalize()}."] if signals else ())])
+    if signals:
+        tip += f" {', '.join(signals).capitalize()}."
+    return tip
 
 
 def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:

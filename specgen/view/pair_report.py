@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.methods.readiness import Readiness
     from specgen.pair.finding import Found
     from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+    from specgen.tune.rounding_cost import RoundingCost
 
 _LEAD = 13  # cells for the label before the text of a line
 _FIGURES = 66  # cells of a tuning's table to the right of the method's name
@@ -57,44 +58,41 @@ def show(console: Console, report: PairReport, next_step: str | None) -> None:
 def show_found(console: Console, found: Sequence[Found], published: str | None) -> None:
     """Prints what was found to draft for a target, best first, with the expected speedups;
     `published` is a hint, or None."""
-    rows = [["expected", "drafter", "why"]]
-    rows += [[f"{each.speedup:.2f}×", f"{each.kind} {each.name}", each.why] for each in found]
-    lines = table(rows, left=(1, 2)) if found else []
-    assumed = sorted({f"{each.acceptance:.0%}" for each in found if each.is_assumed})
+    lines = []
+    if found:
+        rows = [["expected", "drafter", "why"]]
+        for drafter in found:
+            name = f"{drafter.kind} {drafter.name}"
+            rows.append([f"{drafter.speedup:.2f}×", name, drafter.why])
+        lines += table(rows, left=(1, 2))
+    assumed = sorted({f"{drafter.acceptance:.0%}" for drafter in found if drafter.is_assumed})
     if assumed:
-        said = (
+        note = (
             f"expected: estimated from sizes, as if {' or '.join(assumed)} of the "
             "drafted tokens were accepted; tune measures it"
         )
-        lines += wrapped(Text(said, "quiet"), console.width)
-    lines += wrapped(Text(published), console.width) if published is not None else []
-    for line in [*lines, Text()] if lines else []:
+        lines += wrapped(Text(note, "quiet"), console.width)
+    if published is not None:
+        lines += wrapped(Text(published), console.width)
+    if lines:
+        lines.append(Text())
+    for line in lines:
         console.print(line, soft_wrap=True)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:
-    """Yields the report on a pair in lines of at most `width` cells; `width` must be at least
-    40."""
+    """Yields the report on a pair in lines of at most `width` cells, which must be at least 40."""
     for role, model in _roles(report).items():
-        active = (
-            ""
-            if model.active_parameters == model.parameters
-            else f" ({_count(model.active_parameters)} for a token)"
-        )
-        shape = (
-            f"{_count(model.parameters)} parameters{active}, {model.layers} layers × "
-            f"{model.hidden:,}"
-        )
-        about = Text(f"{one_line(model.name)}: {shape}, {model.dtype}, {_size(model.weight_bytes)}")
+        about = Text(f"{one_line(model.name)}: {_size_in_words(model)}")
         yield from labelled(Text(role, "strong"), about, width, _LEAD)
     yield Text()
     for label, text in facts(report):
         if isinstance(text, str):
-            yield from labelled(
-                _label(label), Text(text, "none" if label else "quiet"), width, _LEAD
-            )
+            style = "none" if label else "quiet"
+            yield from labelled(_label(label), Text(text, style), width, _LEAD)
         else:
-            yield from (Text(" " * _LEAD).append_text(line) for line in table(text, left=()))
+            for line in table(text, left=()):
+                yield Text(" " * _LEAD).append_text(line)
     yield Text()
     for mark, names in _methods(report.methods):
         yield from labelled(_label(mark), Text(names), width, 2)
@@ -103,9 +101,16 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
         yield from labelled(Text("next"), Text(next_step, "command"), width, 6)
 
 
+def _size_in_words(model: ModelFacts) -> str:
+    parameters = f"{_count(model.parameters)} parameters"
+    if model.active_parameters != model.parameters:
+        parameters += f" ({_count(model.active_parameters)} for a token)"
+    shape = f"{model.layers} layers × {model.hidden:,}"
+    return f"{parameters}, {shape}, {model.dtype}, {_size(model.weight_bytes)}"
+
+
 def facts(report: PairReport) -> Iterator[Fact]:
-    """Yields what is known about a pair, from its files and by measuring, in the order of the
-    report."""
+    """Yields what is known about a pair, from its files and by measuring."""
     if report.tokenizers is not None and report.draft is not None:
         yield from _tokenizers(report.tokenizers, report.target, report.draft)
     if report.tokenizers is not None and report.tokenizers.overlap is not None:
@@ -116,20 +121,18 @@ def facts(report: PairReport) -> Iterator[Fact]:
     yield from _memory(report)
     yield "✓ context", _context(report)
     yield from _engine(report)
-    if (cost := report.rounding) is not None:
-        figures = (
-            f"perplexity {cost.rounded_perplexity:.3f} in {report.target.dtype}, "
-            f"{cost.stored_perplexity:.3f} as stored"
-        )
-        yield (
-            "· rounding",
-            (
-                f"{figures}; {cost.changed:.1%} of the greedy tokens change ({cost.tokens} "
-                "tokens of text)"
-            ),
-        )
+    if report.rounding is not None:
+        yield "· rounding", _rounding(report.rounding, report.target.dtype)
     if report.speedup_model is not None:
         yield from _costs(report.speedup_model, report.parallel_costs)
+
+
+def _rounding(cost: RoundingCost, dtype: str) -> str:
+    return (
+        f"perplexity {cost.rounded_perplexity:.3f} in {dtype}, "
+        f"{cost.stored_perplexity:.3f} as stored; "
+        f"{cost.changed:.1%} of the greedy tokens change ({cost.tokens} tokens of text)"
+    )
 
 
 def _label(label: str) -> Text:
@@ -138,46 +141,53 @@ def _label(label: str) -> Text:
 
 
 def _roles(report: PairReport) -> dict[str, ModelFacts]:
-    return {"target": report.target} | ({"draft": report.draft} if report.draft is not None else {})
+    roles = {"target": report.target}
+    if report.draft is not None:
+        roles["draft"] = report.draft
+    return roles
 
 
-def _tokenizers(found: TokenizerFacts, target: ModelFacts, draft: ModelFacts) -> Iterator[Fact]:
-    if found.overlap is not None:
+def _tokenizers(
+    tokenizers: TokenizerFacts, target: ModelFacts, draft: ModelFacts
+) -> Iterator[Fact]:
+    if tokenizers.overlap is not None:
         return
-    if found.refusal is not None:
-        yield "✗ tokenizer", found.refusal
-        yield "", f"{found.shared:,} tokens have the same id in both"
-        for difference in found.differences:
-            tokens = [difference["target"], difference["draft"]]
-            ours, theirs = (
-                "no token" if token is None else f"“{inline(token)}”" for token in tokens
-            )
+    if tokenizers.refusal is not None:
+        yield "✗ tokenizer", tokenizers.refusal
+        yield "", f"{tokenizers.shared:,} tokens have the same id in both"
+        for difference in tokenizers.differences:
+            ours = _quoted(difference["target"])
+            theirs = _quoted(difference["draft"])
             yield "", f"id {difference['token_id']:,}: {ours} in the target, {theirs} in the draft"
         yield "", f"use {UNTRANSLATED}"
         return
-    text = f"the same, {found.target_size:,} tokens"
-    if not found.target_size == found.draft_size == found.shared:
+    target_size = tokenizers.target_size
+    draft_size = tokenizers.draft_size
+    text = f"the same, {target_size:,} tokens"
+    if not target_size == draft_size == tokenizers.shared:
         text = (
-            f"{found.shared:,} tokens in common; the target has {found.target_size:,}, "
-            f"the draft {found.draft_size:,}"
+            f"{tokenizers.shared:,} tokens in common; the target has {target_size:,}, "
+            f"the draft {draft_size:,}"
         )
-    if target.table_rows != found.target_size or draft.table_rows != found.draft_size:
+    if target.table_rows != target_size or draft.table_rows != draft_size:
         text += f" (tables of {target.table_rows:,} and {draft.table_rows:,} rows: padded)"
     yield "✓ tokenizer", text
-    if found.probe is not None:
-        yield (
-            "",
-            f"but they split “{inline(found.probe[0])}” differently: only the target's way is used",
-        )
+    if tokenizers.probe is not None:
+        probe = inline(tokenizers.probe[0])
+        yield "", f"but they split “{probe}” differently: only the target's way is used"
+
+
+def _quoted(token: str | None) -> str:
+    return "no token" if token is None else f"“{inline(token)}”"
 
 
 def _overlap(overlap: TokenOverlap, model: SpeedupModel | None) -> Iterator[Fact]:
-    """Yields lines about drafts in the tokens that both tokenizers have. With the measured `model`
-    they say whether such drafts are likely to pay.
+    """Yields lines about drafts in the tokens that both tokenizers have, and with the measured
+    `model` whether such drafts are likely to pay.
 
     They hold for a draft model that splits text as it was trained to. If `tune --train` has taught
-    it the target's tokens, more of its drafted tokens may be accepted than kappa, the share of a
-    text that is one token in both.
+    it the target's tokens, more of its tokens may be accepted than kappa, the share of a text that
+    is one token in both.
     """
     yield "· tokenizer" if overlap.is_low else "✓ tokenizer", f"another; {common_tokens(overlap)}"
     yield "", covered_share(overlap)
@@ -199,7 +209,7 @@ def common_tokens(overlap: TokenOverlap) -> str:
 
 def covered_share(overlap: TokenOverlap) -> str:
     """Returns in words which share of a text's tokens (kappa) are one token in both tokenizers and,
-    if it is known, how many such tokens follow each other on average."""
+    if known, how many of these follow each other on average."""
     if overlap.kappa is None:
         return "there is too little text to say how much of an output they cover (kappa)"
     text = "the target's output" if overlap.is_output else "example text"
@@ -223,18 +233,15 @@ def _memory(report: PairReport) -> Iterator[Fact]:
     stages = placement.stages if placement is not None else ()
     if draft is None or draft.device == target.device or stages:
         device = ", ".join(str(stage.device) for stage in stages) or target.device
-        yield _fitting(
-            list(_roles(report).values()), device, target.context_limit, report.free_bytes
-        )
+        models = list(_roles(report).values())
+        yield _fitting(models, device, target.context_limit, report.free_bytes)
     else:
         yield _fitting([target], target.device, target.context_limit, report.free_bytes)
         yield _fitting([draft], draft.device, target.context_limit, report.draft_free_bytes)
     for stage in stages if len(stages) > 1 else ():
-        layers = (
-            f"layers {stage.layers.start} to {stage.layers.stop - 1}"
-            if stage.layers
-            else "the draft"
-        )
+        layers = "the draft"
+        if stage.layers:
+            layers = f"layers {stage.layers.start} to {stage.layers.stop - 1}"
         yield "", f"{stage.device}: {layers}; {_size(stage.left)} of {_size(stage.free)} left"
     if report.ranks is not None:
         share = _size(target.weight_bytes // report.ranks)
@@ -244,36 +251,31 @@ def _memory(report: PairReport) -> Iterator[Fact]:
 def _fitting(
     models: Sequence[ModelFacts], device: str, longest: int | None, free: int | None
 ) -> Fact:
-    """Returns a label and a text that say whether weights and a cache for `longest` tokens (None:
-    no limit) fit into the free bytes of a device (None: unknown)."""
+    """Returns whether the weights and a cache for `longest` tokens (None: no limit) fit into the
+    `free` bytes of the device (None: unknown)."""
     weights = sum(model.weight_bytes for model in models)
     cache = 0
     text = f"{_size(weights)} of weights"
     if longest is not None:
-        cache = sum(
-            model.cache_bytes * min(model.context_limit or longest, longest) for model in models
-        )
+        for model in models:
+            cache += model.cache_bytes * min(model.context_limit or longest, longest)
         text += f" and {_size(cache)} of cache for {longest:,} tokens"
     if free is None:
         return "· memory", text
     text += f"; {device} has {_size(free)} free"
     if free < weights:
         return "✗ memory", f"{text}: the weights do not fit"
-    tokens = (free - weights) // max(sum(model.cache_bytes for model in models), 1)
-    return (
-        "✓ memory",
-        text if free >= weights + cache else f"{text}: room for about {tokens:,} tokens",
-    )
+    if free < weights + cache:
+        tokens = (free - weights) // max(sum(model.cache_bytes for model in models), 1)
+        text += f": room for about {tokens:,} tokens"
+    return "✓ memory", text
 
 
 def _context(report: PairReport) -> str:
-    # beyond a smaller one of the draft, decoding continues without drafts
     limit = report.target.context_limit
-    text = (
-        "the target's config names no limit"
-        if limit is None
-        else f"{limit:,} tokens, prompt and answer together"
-    )
+    text = "the target's config names no limit"
+    if limit is not None:
+        text = f"{limit:,} tokens, prompt and answer together"
     draft_limit = report.draft.context_limit if report.draft is not None else None
     if draft_limit is not None and (limit is None or draft_limit < limit):
         text += f"; the draft's ends at {draft_limit:,}, after which nothing is drafted"
@@ -284,20 +286,22 @@ def _engine(report: PairReport) -> Iterator[Fact]:
     """Yields lines about what runs each model, and how many threads were chosen when the models
     were loaded."""
     for role, model in _roles(report).items():
-        text = (
-            "specgen's own forward pass"
-            if model.backend == "native"
-            else f"transformers ({model.fallback})"
-        )
+        text = f"transformers ({model.fallback})"
+        if model.backend == "native":
+            text = "specgen's own forward pass"
         text += f", {model.dtype}: {model.dtype_reason}"
         if model.tokenizer_fallback is not None:
             text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
         yield "· engine" if model is report.target else "", f"{role}: {text}"
-    if (threads := report.threads) is not None:
-        times = ", ".join(
-            f"{_duration(taken)} with {count}" for count, taken in threads.seconds.items()
-        )
-        yield "· threads", f"{threads.threads}: {threads.reason}" + (f" ({times})" if times else "")
+    if report.threads is not None:
+        text = f"{report.threads.threads}: {report.threads.reason}"
+        times = [
+            f"{_duration(seconds)} with {count}"
+            for count, seconds in report.threads.seconds.items()
+        ]
+        if times:
+            text += f" ({', '.join(times)})"
+        yield "· threads", text
 
 
 def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
@@ -311,19 +315,15 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
             f"a draft pass takes {model.draft_seconds / single:.2f} of a target pass "
             f"({_duration(single)})"
         )
-    yield (
-        "✓ cost",
-        (
-            f"{text}; verifying {five} tokens costs {max(target[five] / single - 1, 0):.0%} "
-            "more than 1"
-        ),
-    )
+    more = max(target[five] / single - 1, 0)
+    yield "✓ cost", f"{text}; verifying {five} tokens costs {more:.0%} more than 1"
     if parallel is not None:
         text = (
             "with both models running, a target pass takes as long as "
-            f"{parallel.ratio:.1f} draft passes (c): "
+            f"{parallel.ratio:.1f} draft passes (c): PEARL's window is {parallel.window.size}"
         )
-        yield "", f"{text}PEARL's window is {parallel.window.size}"
+        yield "", text
+
     rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
@@ -336,48 +336,47 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
         "✓ pays from",
         f"{min(paying):.0%} acceptance (accepted of drafted); by the length of a draft:",
     )
-    shown = {
-        k: "never" if rate is None else f"{rate:.0%}" for k, rate in rates.items() if k in _WIDTHS
-    }
-    rows = [[str(k), f"{target[k] / single:.2f}×", rate] for k, rate in shown.items()]
-    yield "", [["tokens", "a pass", "pays from"], *rows]
+    rows = [["tokens", "a pass", "pays from"]]
+    for length, rate in rates.items():
+        if length in _WIDTHS:
+            pays_from = "never" if rate is None else f"{rate:.0%}"
+            rows.append([str(length), f"{target[length] / single:.2f}×", pays_from])
+    yield "", rows
+
     yield "", "at the best draft length, where each token is accepted with the same probability:"
-    best = [(f"{acceptance:.0%}", *model.best(acceptance)) for acceptance in ACCEPTANCES]
-    yield (
-        "",
-        [
-            ["acceptance", "speedup", "length"],
-            *([rate, f"{speedup:.2f}×", str(k)] for rate, k, speedup in best),
-        ],
-    )
+    rows = [["acceptance", "speedup", "length"]]
+    for acceptance in ACCEPTANCES:
+        length, speedup = model.best(acceptance)
+        rows.append([f"{acceptance:.0%}", f"{speedup:.2f}×", str(length)])
+    yield "", rows
 
 
-def _methods(found: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
-    """Yields which decoding methods can run on the pair, first those that can. Those with the same
-    explanation share a line."""
+def _methods(methods: Mapping[str, Readiness]) -> Iterator[tuple[str, str]]:
+    """Yields (mark, text) pairs: which decoding methods can run on the pair, first those that can.
+    Methods with the same explanation share a line."""
     groups: dict[tuple[bool, str], list[str]] = {}
-    for name, readiness in found.items():
+    for name, readiness in methods.items():
         why = "; ".join(filter(None, ["ready" * readiness.ready, readiness.why]))
-        shown = name if METHODS[name].lossless else f"{name} (lossy)"
-        groups.setdefault(
-            (not readiness.ready, f"{why}: {readiness.cure}" if readiness.cure else why), []
-        ).append(shown)
+        if readiness.cure:
+            why = f"{why}: {readiness.cure}"
+        group = groups.setdefault((not readiness.ready, why), [])
+        group.append(name if METHODS[name].lossless else f"{name} (lossy)")
     for (is_missing, why), names in sorted(groups.items(), key=lambda group: group[0][0]):
         yield "✗" if is_missing else "✓", f"{', '.join(names)}: {why}"
 
 
 def _count(number: int) -> str:
-    units = ((10**9, " B"), (10**6, " M"), (10**3, " K"))
-    return next(
-        (f"{number / size:.1f}{unit}" for size, unit in units if number >= size), str(number)
-    )
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
 
 
 def _size(count: int) -> str:
-    size, unit = next(
-        (each for each in ((1 << 30, "GiB"), (1 << 20, "MiB")) if count >= each[0]), (1024, "KiB")
-    )
-    return f"{count / size:,.1f} {unit}"
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1024:,.1f} KiB"
 
 
 def _duration(seconds: float) -> str:
@@ -417,32 +416,30 @@ def method_card(console: Console, method: Method) -> None:
     """Prints a decoding method's name, its paper and whether it is lossless, then a line per
     setting with its default value."""
     head = Text().append(method.name, "strong").append(f"  {method.paper}", "quiet")
-    head.append(
-        "  lossless" if method.lossless else "  lossy", "good" if method.lossless else "bad"
-    )
-    trained = "drafting layers in the target's files" if method.needs == MTP else "a trained head"
-    needs = {
-        "a draft model": method.needs_draft_model,
-        "an exit layer": method.needs_exit_layer,
-        trained: method.head,
-    }
-    console.print(
-        head.append(
-            "".join(f"  needs {what}" for what, is_needed in needs.items() if is_needed), "quiet"
-        )
-    )
+    if method.lossless:
+        head.append("  lossless", "good")
+    else:
+        head.append("  lossy", "bad")
+    needs = []
+    if method.needs_draft_model:
+        needs.append("a draft model")
+    if method.needs_exit_layer:
+        needs.append("an exit layer")
+    if method.head:
+        own_layers = method.needs == MTP
+        needs.append("drafting layers in the target's files" if own_layers else "a trained head")
+    head.append("".join(f"  needs {part}" for part in needs), "quiet")
+    console.print(head)
+
     if method.any_policy:
         policies = ", ".join(available_policies(method))
         fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
-        console.print(
-            Text(f"  policy={method.policy or ''}").append(
-                f"  one of {policies}, with its settings{fixed}", "quiet"
-            )
-        )
+        line = Text(f"  policy={method.policy or ''}")
+        console.print(line.append(f"  one of {policies}, with its settings{fixed}", "quiet"))
     for name, setting in known_settings(method, method.policy).items():
-        default = (
-            str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
-        )
+        default = setting.default
+        if isinstance(default, bool):
+            default = str(default).lower()
         console.print(Text(f"  {name}={default}").append(f"  {setting.help}", "quiet"))
 
 
@@ -458,57 +455,50 @@ def show_tuning(
     budget: float | None = None,
 ) -> None:
     """Prints the result of a tuning. `path` is the profile in which it was saved, None if that
-    failed.
-
-    `is_default`: the profile is in the folder where other commands look for it without `--profile`.
-    `budget` is the time that the tuning was given (seconds), None if there is no use in advising a
-    larger one.
+    failed; `is_default`: other commands find it there without --profile. `budget` is the time that
+    the tuning had, in seconds; None if there is no use in advising a larger one.
     """
     width = theme.width(console)
     headline, details = _verdict(outcome)
-    details.append(("ran", _ran(outcome)))
+    details += _details(outcome, budget)
+    if path is not None:
+        use = "used from now on"
+        if not is_default:
+            use = f"use it with --profile {shlex.quote(str(path.parent))}"
+        details.append(("saved", f"{path.parent}, {use}"))
+    perplexities = [
+        f"{method.written} {method.perplexity:.2f}"
+        for method in outcome.methods
+        if method.perplexity
+    ]
+    if perplexities:
+        details.append(("perplexity", " · ".join(perplexities)))
+
+    lines = [Text(), *_candidates(outcome, width), Text()]
+    lines += wrapped(Text(headline, "strong"), width)
+    for label, text in details:
+        lines += labelled(Text(label, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _details(outcome: TuningOutcome, budget: float | None) -> list[tuple[str, str]]:
+    """Returns (label, text) pairs: what was run, what was left out, and what drafts."""
+    details = [("ran", _ran(outcome))]
     if outcome.simulated:
-        details.append(
-            (
-                "simulated",
-                f"{counted(outcome.simulated, 'setting')}; their speeds are expected ones",
-            )
-        )
+        settings = counted(outcome.simulated, "setting")
+        details.append(("simulated", f"{settings}; their speeds are expected ones"))
     for reason in dict.fromkeys(outcome.left_out.values()):
         names = ", ".join(name for name, other in outcome.left_out.items() if other == reason)
         details.append(("not tuned", _without_name(names, reason)))
     if outcome.missing_seconds > 0 and budget is not None:
         needed = 10 * math.ceil((budget + outcome.missing_seconds) / 10)
         details.append(("more time", f"--budget {needed}, for what was left out for lack of time"))
-    pair = outcome.pair
-    if (
-        pair is not None
-        and pair.draft is not None
-        and pair.found
-        and METHODS[outcome.chosen.name].uses_draft_model
-    ):
-        details.append(("drafted by", one_line(pair.draft.name)))
-    if path is not None:
-        use = (
-            "used from now on"
-            if is_default
-            else f"use it with --profile {shlex.quote(str(path.parent))}"
-        )
-        details.append(("saved", f"{path.parent}, {use}"))
-    if perplexities := [
-        f"{each.written} {each.perplexity:.2f}" for each in outcome.methods if each.perplexity
-    ]:
-        details.append(("perplexity", " · ".join(perplexities)))
-    shown = [
-        Text(),
-        *_candidates(outcome, width),
-        Text(),
-        *wrapped(Text(headline, "strong"), width),
-    ]
-    for label, text in details:
-        shown += labelled(Text(label, "quiet"), Text(text), min(width, theme.PIPED_WIDTH), _LEAD)
-    for line in shown:
-        console.print(line, soft_wrap=True)
+    draft = None if outcome.pair is None else outcome.pair.draft
+    was_searched = outcome.pair is not None and bool(outcome.pair.found)
+    if draft is not None and was_searched and METHODS[outcome.chosen.name].uses_draft_model:
+        details.append(("drafted by", one_line(draft.name)))
+    return details
 
 
 def _without_name(names: str, reason: str) -> str:
@@ -518,7 +508,7 @@ def _without_name(names: str, reason: str) -> str:
 
 def _ran(outcome: TuningOutcome) -> str:
     """Returns in words what was really run, such as `ar, adaptive: 12 runs of up to 24 tokens`."""
-    names = [each.name for each in outcome.methods if each.measured is not None]
+    names = [method.name for method in outcome.methods if method.measured is not None]
     if not names:
         return "a few tokens of plain decoding"
     tokens = counted(outcome.sampling.max_new_tokens, "token")
@@ -526,29 +516,29 @@ def _ran(outcome: TuningOutcome) -> str:
 
 
 def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
-    """Returns a line per method: its tokens per second, measured or else expected by simulation,
-    those of plain decoding in the same turns, the number of prompts, and its measured speedup over
-    plain decoding with the interval. Measured ones come first. Settings for which `width` cells are
-    too few are left out, and on narrow terminals plain decoding's speed and the prompts."""
+    """Returns a table with a line for each method, measured ones first: its tokens per second,
+    measured or else expected by simulation, those of plain decoding in the same turns, the number
+    of prompts, and the measured speedup over plain decoding with its interval. On a narrow terminal
+    plain decoding's speed and the prompts are left out, and settings that do not fit."""
     is_full = width >= _FULL_TABLE
     figures = _FIGURES if is_full else _FEW_FIGURES
     basis: list[str | Text] = ["ar there", "prompts"] if is_full else []
     rows: list[list[str | Text]] = [["tokens/s", "measured", *basis, "expected", "speedup", ""]]
-    for method in sorted(
+    fastest_first = sorted(
         outcome.methods,
-        key=lambda each: (each.measured is None, -(each.measured or each.predicted)),
-    ):
+        key=lambda method: (method.measured is None, -(method.measured or method.predicted)),
+    )
+    for method in fastest_first:
         name = method.written if len(method.written) <= width - figures else method.name
         measured = "" if method.measured is None else f"{method.measured:.1f}"
         plain = "" if method.plain is None else f"{method.plain:.1f}"
         prompts = "" if method.prompts is None else str(method.prompts)
         speedup = "" if method.speedup is None else f"{method.speedup:.2f}×"
-        remarks = (
-            []
-            if method.low is None or method.high is None
-            else [f"{method.low:.2f}–{method.high:.2f}"]
-        )
-        remarks += [] if method.lossless else ["lossy"]
+        remarks = []
+        if method.low is not None and method.high is not None:
+            remarks.append(f"{method.low:.2f}–{method.high:.2f}")
+        if not method.lossless:
+            remarks.append("lossy")
         label = Text(name, "strong" if method == outcome.chosen else "none")
         expected = f"{method.predicted:.1f}" if method.measured is None else ""
         basis = [plain, prompts] if is_full else []
@@ -559,18 +549,17 @@ def _candidates(outcome: TuningOutcome, width: int) -> list[Text]:
 def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     """Returns the result of a tuning: a headline, and (label, text) pairs that explain it, such as
     ("next", "svip: 1.40×")."""
-    best, speedup = outcome.best, f"{outcome.speedup_of(outcome.best):.2f}×"
+    best = outcome.best
+    speedup = f"{outcome.speedup_of(best):.2f}×"
     use = _use(outcome)
     if outcome.verdict == "no time":
         return f"Not enough time to tell what is fastest here: {use}.", _reasons(outcome)
     if best.name == PLAIN:
         return f"No method that keeps the output was tuned. So {use}.", []
-    interval = (
-        f" (95%: {best.low:.2f}–{best.high:.2f})"
-        if best.low is not None and best.high is not None
-        else ""
-    )
-    found = f"{best.written}: {speedup} plain decoding{interval}"
+    interval = ""
+    if best.low is not None and best.high is not None:
+        interval = f" (95%: {best.low:.2f}–{best.high:.2f})"
+    gain = f"{best.written}: {speedup} plain decoding{interval}"
     why = _reasons(outcome)
     promising = outcome.promising
     hope = "" if promising is None else f"{promising.written}: {_hope(outcome, promising)}"
@@ -579,17 +568,17 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
             headline = (
                 f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
             )
-            return headline, [("best found", found), *why]
+            return headline, [("best found", gain), *why]
         headline = (
             f"Not confirmed by enough real runs: {promising.name}, "
             f"{_hope(outcome, promising)}. Until then {use}."
         )
-        ran = [] if best.evidence is Evidence.SIMULATION else [("best run", found)]
+        ran = [] if best.evidence is Evidence.SIMULATION else [("best run", gain)]
         return headline, [("best found", hope), *ran, *why]
     if outcome.verdict == "pays":
         more = [("not confirmed", hope)] if hope else []
         return f"Speculation pays here: {speedup} with {best.name}.", [
-            ("best", f"{found}, the same output"),
+            ("best", f"{gain}, the same output"),
             *why,
             *more,
         ]
@@ -603,11 +592,11 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     if outcome.speedup_model is None:
         draft = "a draft model: --draft MODEL, or a head: --head FOLDER"
     headline = f"Speculation does not pay here: {speedup} at best. So {use}."
-    return headline, [("best found", found), *why, ("would help", draft)]
+    return headline, [("best found", gain), *why, ("would help", draft)]
 
 
 def _hope(outcome: TuningOutcome, promising: Candidate) -> str:
-    """Returns the speedup of a method that too few real runs confirm, in words."""
+    """Returns in words the speedup of a method that too few real runs confirm."""
     few = "in few tokens" if promising.low is not None else "on one prompt"
     known_from = "expected" if promising.evidence is Evidence.SIMULATION else few
     return f"{outcome.speedup_of(promising):.2f}× {known_from}"
@@ -617,14 +606,15 @@ def _use(outcome: TuningOutcome) -> str:
     chosen = outcome.chosen
     if chosen.name == PLAIN:
         return "generate decodes plainly for this pair"
-    return (
-        "generate uses "
-        f"{chosen.name}{', the default,' if chosen.name == DEFAULT_METHOD else ''} for this pair"
-    )
+    name = chosen.name
+    if name == DEFAULT_METHOD:
+        name += ", the default,"
+    return f"generate uses {name} for this pair"
 
 
 def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
-    """Returns what explains the result by the costs of passes; nothing if they contradict it."""
+    """Returns a (label, text) pair that explains the result by the costs of passes; none if they
+    contradict it."""
     if outcome.speedup_model is None:
         return []
     needed = outcome.speedup_model.break_even_acceptance(1)
@@ -632,11 +622,12 @@ def _reasons(outcome: TuningOutcome) -> list[tuple[str, str]]:
     expects_gain = needed is not None and (accepted is None or accepted >= needed)
     if outcome.best.speedup is not None and (outcome.best.speedup > 1) != expects_gain:
         return []  # the times of single passes do not explain what was measured
-    what = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
-    text = f"a {what} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
-    text += (
-        ": no acceptance makes it pay" if needed is None else f": pays from {needed:.0%} acceptance"
-    )
+    unit = "draft" if outcome.speedup_model.drafts_blocks else "draft token"
+    text = f"a {unit} costs {outcome.speedup_model.relative_draft_cost:.2f} of a target pass"
+    if needed is None:
+        text += ": no acceptance makes it pay"
+    else:
+        text += f": pays from {needed:.0%} acceptance"
     if accepted is not None:
         text += f", here {accepted:.0%}"
     return [("why", text)]

@@ -24,8 +24,7 @@ _LINE_SECONDS = 30.0  # between two lines of a training where there is no termin
 _SAVE = "\x1b7"
 _RESTORE = "\x1b8"
 _ERASE_BELOW = "\x1b[J"
-# a line is cut at the terminal's edge
-_NO_WRAP = "\x1b[?7l"
+_NO_WRAP = "\x1b[?7l"  # a line is cut at the terminal's edge
 _WRAP = "\x1b[?7h"
 
 
@@ -120,11 +119,8 @@ def reading_prompt(
     progress: Progress, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
     """While the block runs, shows how many of the prompt's tokens the models have run, once that
-    has taken `PREFILL_DELAY` seconds.
-
-    It counts the tokens of all models that are running the prompt: the target's, then the draft's;
-    in PEARL both at once. `clock` returns seconds.
-    """
+    has taken `PREFILL_DELAY` seconds: the target's, then the draft's; in PEARL both at once.
+    `clock` returns seconds."""
     passes: dict[int, tuple[int, int]] = {}  # for each KV cache: tokens done, tokens in all
     begin: float | None = None
     drawn = -math.inf
@@ -134,16 +130,17 @@ def reading_prompt(
         now = clock()
         begin = now if begin is None else begin
         passes[source] = done, total
-        all_done, all_total = (sum(counts) for counts in zip(*list(passes.values()), strict=True))
+        counts = list(passes.values())  # a copy: in PEARL two threads report
+        all_done = sum(tokens for tokens, _ in counts)
+        all_total = sum(tokens for _, tokens in counts)
         if all_done >= all_total:
             passes.clear()
             progress.clear()
             drawn = -math.inf
         elif now - begin >= PREFILL_DELAY and now - drawn >= _REDRAW_SECONDS:
             drawn = now
-            progress.bar(
-                "reading the prompt", all_done / all_total, f"{all_done:,} of {all_total:,} tokens"
-            )
+            rest = f"{all_done:,} of {all_total:,} tokens"
+            progress.bar("reading the prompt", all_done / all_total, rest)
 
     if progress.is_silent:
         yield
@@ -170,9 +167,8 @@ class TuneProgress:
     def done(self, what: str) -> None:
         seconds = time.perf_counter() - self._finished
         self._finished = time.perf_counter()
-        self._progress.keep(
-            Text.assemble(("✓ ", "good"), what, (f"  {duration(seconds)}", "quiet"))
-        )
+        line = Text.assemble(("✓ ", "good"), what, (f"  {duration(seconds)}", "quiet"))
+        self._progress.keep(line)
 
     def doing(self, what: str) -> None:
         now = time.perf_counter()
@@ -188,10 +184,9 @@ class TrainingLine:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        # when the stage began, and with which share: a run may be resumed
         self._stage = ""
-        self._begin = 0.0
-        self._first = 0.0
+        self._begin = 0.0  # when the stage began
+        self._first = 0.0  # with which share: a run may be resumed
         self._printed = 0.0
 
     def announce(self, message: str) -> None:
@@ -205,12 +200,8 @@ class TrainingLine:
             self._begin = now
             self._first = share
         gained = share - self._first
-        self._progress.bar(
-            stage,
-            share,
-            figures,
-            (now - self._begin) * (1 - share) / gained if gained > 0 else None,
-        )
+        left = (now - self._begin) * (1 - share) / gained if gained > 0 else None
+        self._progress.bar(stage, share, figures, left)
         is_due = now - self._printed >= _LINE_SECONDS and self._progress.is_silent
         if share >= 1 or ((is_new or is_due) and self._progress.is_silent):
             self._printed = now

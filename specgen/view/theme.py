@@ -4,8 +4,10 @@ breaks, tables, pictures.
 A style is named after what it marks, such as token.accepted. A flavour is a colour scheme: it gives
 every style its look.
 
-ansi   the terminal's own palette: two hues, two attributes (default, for an unknown background)
-dark   SPECGEN_THEME=dark light  SPECGEN_THEME=light mono   NO_COLOR or --no-color: attributes only
+- ansi: the terminal's own palette: two hues, two attributes (default, for an unknown background)
+- dark: SPECGEN_THEME=dark
+- light: SPECGEN_THEME=light
+- mono: NO_COLOR or --no-color: attributes only
 """
 
 from __future__ import annotations
@@ -73,8 +75,11 @@ class ThemedConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """Prints objects as Rich does. Strings and Texts are one line each: a line feed in one
         becomes a symbol."""
-        lines = (one_line_text(each) if isinstance(each, str | Text) else each for each in objects)
-        super().print(*lines, **options)
+        shown = []
+        for printed in objects:
+            is_text = isinstance(printed, str | Text)
+            shown.append(one_line_text(printed) if is_text else printed)
+        super().print(*shown, **options)
 
     def stream(self, text: Text) -> None:
         """Prints text, which may hold line feeds, at the cursor, without a line feed after it."""
@@ -86,22 +91,18 @@ class ThemedConsole(Console):
         """Yields what Rich would write for an object, with visible symbols for the control
         characters in its texts."""
         for segment in super().render(renderable, options):
-            yield (
-                segment
-                if segment.control or segment.text == "\n"
-                else Segment(streamed(segment.text), segment.style)
-            )
+            if segment.control or segment.text == "\n":
+                yield segment
+            else:
+                yield Segment(streamed(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console(*, stderr: bool = False, no_color: bool = False, **options: Any) -> ThemedConsole:
-    """Returns a console for specgen's output, in the flavour (colour scheme) that the environment
-    variables choose.
-
-    It prints colours on a terminal only.
-    """
+    """Returns a console for specgen's output, in the flavour that the environment variables choose.
+    It prints colours on a terminal only."""
     flavour = os.environ.get("SPECGEN_THEME", "").lower()
     if no_color or os.environ.get("NO_COLOR"):
         flavour = "mono"
@@ -138,11 +139,8 @@ _CONSOLE = Console(width=200)  # only for wrapping, which asks it for tab sizes
 
 
 def wrapped(text: Text, width: int, *, folds: bool = True) -> list[Text]:
-    """Returns the text broken into lines of at most `width` cells, without spaces at their ends and
-    control characters.
-
-    Without `folds` a longer word, such as a path, stays in one piece.
-    """
+    """Returns the text broken into lines of at most `width` cells, without control characters and
+    spaces at the ends. Without `folds` a longer word, such as a path, stays in one piece."""
     text = one_line_text(text)
     lines = text.wrap(_CONSOLE, width) if folds else text.divide(_word_breaks(text.plain, width))
     for line in lines:
@@ -181,11 +179,8 @@ def labelled(label: Text, text: Text, width: int, lead: int) -> list[Text]:
 def table(
     rows: Sequence[Sequence[str | Text]], left: Iterable[int] = (0,), gap: int = GAP
 ) -> list[Text]:
-    """Returns the rows of a table as lines: the columns whose numbers are in `left` are aligned to
-    the left, others to the right.
-
-    The first row has the headings.
-    """
+    """Returns the rows of a table as lines; the first one has the headings. The columns whose
+    numbers are in `left` are aligned to the left, others to the right, `gap` cells apart."""
     cells = [[one_line_text(cell).copy() for cell in row] for row in rows]
     sizes = [max(cell.cell_len for cell in column) for column in zip(*cells, strict=True)]
     lines: list[Text] = []
@@ -205,21 +200,21 @@ def recorder(width: int, flavour: str) -> ThemedConsole:
 
     `width` is in cells. `flavour` is the name of a colour scheme, one of `FLAVOURS`.
     """
-    shown = {
-        "width": width,
-        "file": io.StringIO(),
-        "force_terminal": True,
-        "color_system": "truecolor",
-        "_environ": {},
-    }
-    return ThemedConsole(flavour, record=True, legacy_windows=False, **shown)
+    return ThemedConsole(
+        flavour,
+        record=True,
+        legacy_windows=False,
+        width=width,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        _environ={},
+    )
 
 
 def svg(lines: Sequence[Text], width: int) -> str:
-    """Returns styled lines as an SVG picture, `width` terminal cells wide.
-
-    It loads no fonts. Where the system is in dark mode, its colours are inverted.
-    """
+    """Returns styled lines as an SVG picture, `width` terminal cells wide. It loads no fonts, and
+    inverts its colours where the system is in dark mode."""
     console = recorder(width, "light")
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -39,11 +39,11 @@ _GAP = 4  # cells between methods
 
 @dataclass(frozen=True, slots=True)
 class RecordedMethod:
-    """A decoding method in a trace file, with the statistics of all its generations.
+    """A decoding method in a trace file.
 
     `label` is its name in the report, `source` the name of the file. `figures` are the statistics
-    of all its generations. `run` is the one generation to show in detail. `varying` has the
-    settings that differed between generations, each as a range of values such as "4–7".
+    of all its generations, `run` is the one to show in detail. `varying` has the settings that
+    differed between generations, each as a range of values such as "4–7".
     """
 
     label: str
@@ -66,7 +66,7 @@ class RecordedMethod:
 _SHOWN = ("acceptance_rate", "block_efficiency", "mean_draft_length")
 _SPEED = next(column for column in COMPARED if column.key == "tokens_per_second")
 COLUMNS = (
-    *(each for each in COMPARED if each.key in _SHOWN),
+    *(column for column in COMPARED if column.key in _SHOWN),
     Column("run_count", "runs", label="recorded", value=attrgetter("runs")),
 )
 
@@ -82,31 +82,23 @@ def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
 
 
 def conditions(start: Mapping[str, Any], runs: int) -> str:
-    """Returns in words the models, the device, the sampling and the number of recorded generations.
-
-    `start` is the first line of a recorded generation in the trace, `runs` the number of
-    generations.
-    """
+    """Returns in words the models, the device and the sampling of a start line of a trace, and the
+    number of recorded generations, `runs`."""
     models = f"{start['target']} with {start['draft']}" if start["draft"] else start["target"]
+    sampling = "greedy"
     temperature = start["sampling"].get("temperature")
-    how = (
-        f"temperature {temperature:g}"
-        if type(temperature) in (int, float) and temperature
-        else "greedy"
-    )
-    return f"{models}, {start['device']} {start['dtype']}, {how}" + (
-        f", {runs} runs" if runs > 1 else ""
-    )
+    if type(temperature) in (int, float) and temperature:
+        sampling = f"temperature {temperature:g}"
+    words = f"{models}, {start['device']} {start['dtype']}, {sampling}"
+    return f"{words}, {runs} runs" if runs > 1 else words
 
 
 def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | None) -> None:
-    """Prints the rounds, the numbers and the charts of recorded methods, with several methods side
-    by side.
-
-    At most `most_rounds` rounds of each are listed. None means 40 rounds if there is one method,
-    and none if there are several.
-    """
-    limit = most_rounds if most_rounds is not None else 40 if len(shown) == 1 else 0
+    """Prints the rounds, the numbers and the charts of recorded methods, several side by side. At
+    most `most_rounds` rounds of each are listed; None: 40 of a single method, none of several."""
+    limit = 40 if len(shown) == 1 else 0
+    if most_rounds is not None:
+        limit = most_rounds
     for entry in shown:
         if limit and entry.run.rounds:
             _show_rounds(console, entry, limit)
@@ -129,13 +121,14 @@ def show(console: Console, shown: Sequence[RecordedMethod], most_rounds: int | N
 
 
 def _show_rounds(console: Console, entry: RecordedMethod, limit: int) -> None:
-    run, texts = entry.run, entry.run.texts()
+    run = entry.run
+    texts = run.texts()
     console.print(Text(entry.label, "strong"))
-    ended = set(run.rounds[-1].round.token_ids[-1:]) if run.finish_reason == "eos" else set()
+    eos_ids = set(run.rounds[-1].round.token_ids[-1:]) if run.finish_reason == "eos" else set()
     view = RoundsView(
         console,
         lambda ids: "".join(texts[token] for token in ids),
-        ended,
+        eos_ids,
         len(run.start["prompt_ids"]),
         parallel=any(traced.round.mode in MODES for traced in run.rounds),
         branches=entry.figures.branches,
@@ -144,30 +137,19 @@ def _show_rounds(console: Console, entry: RecordedMethod, limit: int) -> None:
     for traced in run.rounds[:limit]:
         view.show(traced.round)
     if len(run.rounds) > limit:
-        console.print(
-            Text(
-                f"and {counted(len(run.rounds) - limit, 'more round')}: --rounds {len(run.rounds)}",
-                "quiet",
-            )
-        )
+        more = counted(len(run.rounds) - limit, "more round")
+        console.print(Text(f"and {more}: --rounds {len(run.rounds)}", "quiet"))
     console.print()
 
 
 def _show_methods(console: Console, shown: Sequence[RecordedMethod]) -> None:
-    """Prints a table with a line per method. If the terminal is too narrow for all columns, the
-    rightmost ones are left out."""
+    """Prints a table with a line per method, of as many columns as the terminal has room for."""
     names = max(len(entry.label) for entry in shown)
     columns = (_SPEED, *COLUMNS)[: max(1, (console.width - names) // 10)]
     rows = [["", *(column.label.rjust(8) for column in columns)]]
-    for line in table(
-        [
-            *rows,
-            *(
-                [entry.label, *(column.text(entry.figures) for column in columns)]
-                for entry in shown
-            ),
-        ]
-    ):
+    for entry in shown:
+        rows.append([entry.label, *(column.text(entry.figures) for column in columns)])
+    for line in table(rows):
         console.print(line)
     if not all(entry.lossless for entry in shown):
         for line in wrapped(Text(LOSSY, "quiet"), console.width):
@@ -176,17 +158,14 @@ def _show_methods(console: Console, shown: Sequence[RecordedMethod]) -> None:
 
 
 def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
-    """Yields the numbers and charts of a method for `width` cells; longer texts are to be wrapped.
-
-    They are computed over all generations of the method in the trace. Only the chart of rounds and
-    the posterior of a bandit policy are those of the one generation `entry.run`.
-    """
+    """Yields the numbers and the `charts` of a method for `width` cells; longer texts are to be
+    wrapped."""
     run = entry.run
     summary = entry.figures.summary
-    where = conditions(run.start, entry.figures.runs) + "".join(
-        f", {name} {values}" for name, values in entry.varying.items()
-    )
-    yield Text().append(entry.label, "strong").append(f"  {where}", "quiet")
+    words = conditions(run.start, entry.figures.runs)
+    for name, values in entry.varying.items():
+        words += f", {name} {values}"
+    yield Text().append(entry.label, "strong").append(f"  {words}", "quiet")
     for note in run.notes:
         yield Text().append("note: ", "bad").append(note)
     figures = Text("  ".join(" ".join(pair) for pair in main_figures(summary)))
@@ -195,10 +174,10 @@ def block(entry: RecordedMethod, width: int) -> Iterator[Text]:
     if run.finish_reason is not None and entry.figures.runs == 1:
         yield Text(f"ended {ENDED[run.finish_reason]}", "quiet")
     yield Text()
-    for chart in (
-        *([time_chart(summary)] if time_shares(summary) else ()),
-        *charts(run, entry.figures),
-    ):
+    drawn = [*charts(run, entry.figures)]
+    if time_shares(summary):
+        drawn.insert(0, time_chart(summary))
+    for chart in drawn:
         yield from chart.lines(width)
         yield Text()
 
