@@ -29,7 +29,7 @@ from specgen.cli.commands import command
 from specgen.cli.options import COMMANDS
 
 INTERRUPTED = 130
-# of options, in other programs
+# names that options and commands have in other programs
 _OTHER_NAMES = {"--temp": "--temperature", "--max-tokens": "--max-new-tokens"}
 _OTHER_COMMANDS = {"chat": "specgen generate --chat", "run": "specgen generate --chat"}
 _LONGEST = 1000  # characters of a message
@@ -49,15 +49,17 @@ def program() -> None:
     off until the models are loaded. So another program should call `main` instead."""
     for name, value in WAIT_PASSIVELY.items():
         os.environ.setdefault(name, value)
-    # until the models are loaded: it would take a tenth of the time of the imports, and free
-    # nothing
+    # it would take a tenth of the time of the imports, and free nothing; `open_pair` starts it
     gc.disable()
     try:
         main()
     finally:
-        # Python does not search frozen objects for garbage as it ends, which would take 0.4
-        # seconds; triton prints what is left
-        (gc.unfreeze if "triton" in sys.modules else gc.freeze)()
+        # As it ends, Python does not search frozen objects for garbage, which would take 0.4
+        # seconds. But triton prints what is left.
+        if "triton" in sys.modules:
+            gc.unfreeze()
+        else:
+            gc.freeze()
 
 
 def main() -> None:
@@ -71,7 +73,7 @@ def main() -> None:
 
 
 def _main_of_ranks() -> int:
-    # else torch reports each connection that ends
+    # without it, torch reports each connection that ends
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     end = None
     try:
@@ -122,11 +124,10 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
-        # the latter in a C locale
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors in (
-            "strict",
-            "surrogateescape",
-        ):
+            continue
+        # in a C locale it is surrogateescape
+        can_fail = getattr(stream, "errors", None) in ("strict", "surrogateescape")
+        if can_fail and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
@@ -163,13 +164,9 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            what = str(error) or "not enough memory"  # Python's own error has no text
-            code = _report(
-                RunError(
-                    f"out of memory: {what.splitlines()[0]}",
-                    "Try a smaller model or --dtype bfloat16",
-                )
-            )
+            reason = str(error) or "not enough memory"  # Python's own error has no text
+            problem = f"out of memory: {reason.splitlines()[0]}"
+            code = _report(RunError(problem, "Try a smaller model or --dtype bfloat16"))
         raise typer.Exit(code)
 
     return run
@@ -177,10 +174,8 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
 
 def _report(error: SpecgenError, *, no_color: bool = False) -> int:
     """Prints `error:`, the error's message and its hint on stderr: in wrapped lines on a terminal,
-    else on one line.
-
-    Of a message with thousands of characters, such as a long path, it shows the beginning and the
-    end. Returns the exit code.
+    else on one line. Of a very long message it prints the beginning and the end. Returns the exit
+    code.
     """
     from rich.text import Text
 
@@ -203,7 +198,9 @@ def _report(error: SpecgenError, *, no_color: bool = False) -> int:
 
 def _brief(message: str) -> str:
     line = one_line(message)
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
+    if len(line) <= _LONGEST:
+        return line
+    return f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
 
 
 def _usage_error(error: Exception) -> int:
@@ -212,15 +209,11 @@ def _usage_error(error: Exception) -> int:
     message: str = error.format_message()  # type: ignore[attr-defined]
     option = getattr(error, "param", None)
     checks = getattr(error.__cause__, "errors", None)
-    # the parser's message about a wrong value does not contain it
     if option is not None and checks is not None:
-        what = (
-            str(error)
-            .removeprefix("Value error, ")
-            .partition(",")[0]
-            .replace("Input should", "It has to")
-        )
-        return _report(SpecgenError(f"{option.opts[0]} is {checks()[0]['input']!r}", what))
+        # the parser's message about a wrong value does not contain the value
+        problem = f"{option.opts[0]} is {checks()[0]['input']!r}"
+        rule = str(error).removeprefix("Value error, ").partition(",")[0]
+        return _report(SpecgenError(problem, rule.replace("Input should", "It has to")))
     if message:  # it is empty where the parser has shown the help text instead
         _report(SpecgenError(message.rstrip("."), _usage_hint(error)))
     return SpecgenError.exit_code
@@ -247,8 +240,8 @@ def _system_error(error: OSError) -> int:
     If the reader of the output has closed the pipe, nothing is reported and the code is 0.
     """
     if error.filename is not None:
-        kind = SpecgenError if error.errno in _WRONG_PATH else RunError
-        return _report(kind(f"{error.filename}: {error.strerror}", "Check the path"))
+        error_type = SpecgenError if error.errno in _WRONG_PATH else RunError
+        return _report(error_type(f"{error.filename}: {error.strerror}", "Check the path"))
     _silence(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return 0
@@ -295,9 +288,8 @@ class CommandGroup(_PlainFlags, TyperGroup):
             )
         args = with_our_names(args)
         if args and args[0] in COMMANDS:
-            self.commands[args[0]] = with_options(
-                args[0], shows_all="--help-all" in args or "_SPECGEN_COMPLETE" in os.environ
-            )
+            shows_all = "--help-all" in args or "_SPECGEN_COMPLETE" in os.environ
+            self.commands[args[0]] = with_options(args[0], shows_all=shows_all)
         return super().resolve_command(ctx, args)
 
 
@@ -316,9 +308,8 @@ def with_our_names(args: list[str]) -> list[str]:
 def with_options(name: str, *, shows_all: bool = True) -> Any:
     """Returns the typer command `name` with all its options."""
     single = typer.Typer(add_completion=False, **_SHARED)
-    single.command(name, cls=Command, help=COMMANDS[name][0])(
-        reported(command(name, shows_all=shows_all))
-    )
+    register = single.command(name, cls=Command, help=COMMANDS[name][0])
+    register(reported(command(name, shows_all=shows_all)))
     return typer.main.get_command(single)
 
 

@@ -43,6 +43,7 @@ from specgen.traces.writer import TraceWriter
 from specgen.view import comparison as views
 from specgen.view import theme
 from specgen.view.comparison_columns import as_json, csv_text
+from specgen.view.pages import comparison_page
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
@@ -108,14 +109,18 @@ def compare(
             keep = not is_tuned or (recorded is not None and not asked.methods)
             specs, taken = tuned_specs(profile, config.specs, keep=keep)
             config = replace(config, specs=specs)
-            if taken and not output.quiet:
-                err.print(Text(f"tuned: {taken}"), soft_wrap=True)
+            _say(f"tuned: {taken}" if taken else "", err, output)
 
         runner, note = _runner(pair, config, trace, recorded, output.trace_path)
-        if note and not output.quiet:
-            err.print(Text(note), soft_wrap=True)
+        _say(note, err, output)
         runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))
         Comparison(runner, output).run()
+
+
+def _say(note: str, err: Console, output: CompareOutput) -> None:
+    """Prints a note, if it is not empty; nothing with --quiet."""
+    if note and not output.quiet:
+        err.print(Text(note), soft_wrap=True)
 
 
 def _config(
@@ -400,8 +405,6 @@ class Comparison:
         return errors
 
     def _page(self, report: views.Report) -> Iterator[str]:
-        from specgen.view.pages import comparison_page
-
         installed = ", ".join(f"{name} {version}" for name, version in versions().items())
         command = f"specgen {shlex.join(sys.argv[1:])}"
         return comparison_page(report, _machine(self._runner.pair), installed, command)

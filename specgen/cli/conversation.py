@@ -163,11 +163,10 @@ class Conversation:
                 "/reset forgets that."
             )
         else:
-            self._say(
-                "There is no system message."
-                if self._system is None
-                else f"The system message: {self._system}"
-            )
+            message = "There is no system message."
+            if self._system is not None:
+                message = f"The system message: {self._system}"
+            self._say(message)
 
     def _set_method(self, text: str) -> None:
         if not text:
@@ -195,30 +194,23 @@ class Conversation:
             raise SpecgenError("there is nothing to save yet", "Type a message first")
         said = messages(self._turns[-1][0], self._system, self._turns[:-1])
         said.append({"role": "assistant", "content": self._turns[-1][1]})
+        lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in said)
         path = Path(name).expanduser()
-        write_new(
-            path,
-            "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in said),
-            "conversation",
-        )
+        write_new(path, lines, "conversation")
         self._say(f"{counted(len(said), 'message')} saved in {path}.")
 
     # answers
 
     def _answer(self, text: str, regenerated: int = 0) -> None:
         """Answers the user's text. An interrupted answer stays in the conversation as far as it was
-        generated.
-
-        An answer that is `regenerated` for the n-th time gets the seed, if there is one, plus n.
-        """
+        generated. If the text is `regenerated` for the n-th time, n is added to the seed."""
         turns = messages(text, self._system, self._turns)
         decoding = self._decoding
+        sampling = decoding.sampling
         self._regenerated = regenerated
-        if decoding.sampling.seed is not None:
-            decoding = replace(
-                decoding,
-                sampling=replace(decoding.sampling, seed=decoding.sampling.seed + regenerated),
-            )
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + regenerated)
+            decoding = replace(decoding, sampling=sampling)
         with interrupts.caught():
             try:
                 writer = self._start(turns, decoding)

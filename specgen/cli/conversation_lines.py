@@ -16,8 +16,7 @@ def line_reader() -> Callable[[str], str]:
     """
     if os.environ.get("TERM") in ("dumb", "unknown"):
         return input
-    # Without the question where the cursor is: a terminal that leaves it unanswered would get a
-    # warning.
+    # A terminal that leaves the question where the cursor is unanswered would get a warning.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession
     from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -34,13 +33,13 @@ def line_reader() -> Callable[[str], str]:
 
     def read(prompt: str) -> str:
         text = session.prompt(prompt)
-        given = session.app.input
-        later = get_typeahead(given)
-        with given.raw_mode():  # without it, keys that are no complete line stay unread
-            later += given.read_keys()
+        keyboard = session.app.input
+        later = get_typeahead(keyboard)
+        with keyboard.raw_mode():  # without it, keys that are no complete line stay unread
+            later += keyboard.read_keys()
         if any(key.key == Keys.ControlC for key in later):
             raise KeyboardInterrupt  # typed right after Enter: no answer is wanted
-        store_typeahead(given, later)
+        store_typeahead(keyboard, later)
         return text
 
     return read

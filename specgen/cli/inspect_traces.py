@@ -19,6 +19,7 @@ from specgen.cli.options import OutputOptions, TraceOptions
 from specgen.traces.reader import TracedRun, read_trace
 from specgen.traces.statistics import TraceStatistics, posteriors
 from specgen.view import theme
+from specgen.view.pages import trace_page
 from specgen.view.trace_report import RecordedMethod, show
 
 START_KEYS = (
@@ -113,8 +114,6 @@ def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceO
                 print_json(_line(path, run))
     shown = list(_labelled(list(groups.values()), options.run))
     if html is not None:
-        from specgen.view.pages import trace_page
-
         made_with = f"specgen inspect {shlex.join(path.name for path in paths)} --html {html.name}"
         write_pieces(html, trace_page(shown, made_with))
         if not output.quiet:

@@ -88,7 +88,7 @@ def open_pair(
         for text in _notes(pair):
             loading.keep(Text(text))
 
-    # `program` switched it off; no garbage is among the objects so far, and torch's are many
+    # `program` switched it off; the objects so far, of which torch has many, are no garbage
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -39,7 +39,7 @@ SHOWN = {
         "dtype max_new_tokens temperature json"
     ),
 }
-# by the field's name: the smallest number
+# the smallest number of an option, by its field
 LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
@@ -582,8 +582,8 @@ class TrainingOptions:
     learning_rate: float | None = None
 
 
-# By the command's name: its help, the help of options that only it has, and the groups of options
-# that its function takes.
+# By name: a command's help, the help of options that only it has, and the groups of options that
+# its function takes.
 COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
     "generate": (
         "Continue a prompt. The tokens that the draft proposed are green, the target's own plain.",

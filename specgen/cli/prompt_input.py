@@ -21,8 +21,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.schema import decoded, read_text
 
 LONGEST = 16 << 20  # bytes of a file or of standard input: more than any model's context
-# how long a pipe may take to deliver something, to be joined to the prompt
-FIRST_BYTE_SECONDS = 1.0
+FIRST_BYTE_SECONDS = 1.0  # in which a pipe has to deliver something, to be joined to the prompt
 BETWEEN = "\n\n"  # a blank line
 _LATE = (
     "Nothing came from standard input within a second: the prompt is taken alone. "
@@ -33,30 +32,29 @@ _EMPTY = "Standard input was empty: the prompt is taken alone."
 
 
 class PromptInput:
-    """A prompt. Standard input that is joined to it may still have to come.
+    """A prompt; what is piped in may still have to come.
 
-    `note` says why nothing was joined from a pipe, once `text` has returned; else it is empty.
-
-    `given` is the argument, None if it is missing; `-` stands for standard input. Raises
-    SpecgenError for a text that is empty or not UTF-8, and if there is no prompt.
+    `argument` is the one on the command line, None if it is missing; `-` stands for standard input.
+    Once `text` has returned, `note` says why nothing was joined from a pipe, else it is empty.
+    Raises SpecgenError for a text that is empty or not UTF-8, and if there is no prompt.
     """
 
-    def __init__(self, given: str | None, file: Path | None, *, reads_stdin: bool) -> None:
+    def __init__(self, argument: str | None, file: Path | None, *, reads_stdin: bool) -> None:
         self.note = ""
         self._parts: list[str] = []
         self._pipe: _Pipe | None = None
-        if given == "-" or (given is None and file is None):
-            self._parts.append(_whole_stdin(requested=given == "-", is_allowed=reads_stdin))
-        elif given is not None:
-            self._parts.append(check_text(given, "the prompt"))
+        if argument == "-" or (argument is None and file is None):
+            self._parts.append(_whole_stdin(requested=argument == "-", is_allowed=reads_stdin))
+        elif argument is not None:
+            self._parts.append(check_text(argument, "the prompt"))
         if file is not None:
             text = plain(read_text(file, "prompt", largest=LONGEST))
-            if given is not None and not text.strip():
+            if argument is not None and not text.strip():
                 raise SpecgenError(f"the prompt {file} is empty", "Name a file with text in it")
             self._parts.append(text)
         if not any(part.strip() for part in self._parts):
             raise SpecgenError("the prompt is empty", "Give the model a text to continue")
-        if reads_stdin and given not in (None, "-"):
+        if reads_stdin and argument not in (None, "-"):
             self._join_stdin()
 
     def text(self) -> str:
@@ -109,7 +107,7 @@ class _Pipe:
         """Returns everything that the pipe delivers, nothing if its first byte did not come in
         time."""
         left = max(0.0, self._deadline - time.monotonic())
-        # elsewhere the thread itself ends in time
+        # but on Windows the thread itself ends in time
         self._waiting.join(left if sys.platform == "win32" else None)
         return self._begin + _read_stdin(len(self._begin)) if self._begin else b""
 

@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.text import Text
+
 from specgen import methods
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import make_writable_folder, pair_folder, part_folder
@@ -22,6 +24,7 @@ from specgen.cli.opening import disable_hub_progress
 from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.pair.prompts import messages
+from specgen.view.progress import Progress, TrainingLine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from specgen.train.corpus import Corpus
     from specgen.train.loop import Objective
     from specgen.train.task import TrainingTask
-    from specgen.view.progress import Progress
 
 DEFAULT_MINUTES = 10.0
 _DEMO_CORPUS = Path("demo")  # a file of that name is given as ./demo
@@ -193,10 +195,6 @@ def train(
     if tuning.out is not None:
         make_writable_folder(tuning.out)
     disable_hub_progress(err, quiet=quiet)
-    from rich.text import Text
-
-    from specgen.view.progress import Progress
-
     with Progress(err, quiet=quiet) as progress:
         objective = load_objective(asked, prompts, progress)
         before = None if part is DRAFT else _agreement_before(asked, objective.target)
@@ -218,7 +216,6 @@ def _run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, A
     KeyboardInterrupt if the user interrupted the training, and RunError if it cannot be saved."""
     from specgen.train.loop import train as run
     from specgen.train.task import TrainingStopped
-    from specgen.view.progress import TrainingLine
 
     task = objective.task
     target = objective.target
@@ -284,7 +281,7 @@ def training_task(
 
     training = asked.training
     part = asked.part
-    # elsewhere a step with the paper's batch size would take minutes
+    # without a GPU a step with the paper's batch size would take minutes
     on_cuda = target.device.type == "cuda"
     limit = min(model.context_limit for model in (target, draft or target))
     window = min(training.training_length or (2048 if on_cuda else 256), limit)
@@ -297,7 +294,7 @@ def training_task(
 
     share = part.self_text if training.self_text is None else training.self_text
     seconds = 60 * (training.minutes or DEFAULT_MINUTES)
-    # a predictor is fitted at once, unless a time is given
+    # a predictor needs no time limit, but the user may set one
     is_timed = training.minutes is not None or part is not PREDICTOR
     recipe = Recipe(
         steps=training.steps,

@@ -84,17 +84,7 @@ def run_baseline(
 
     from specgen.decoding.run import StopTexts
 
-    launched = launch()
-    if launched is not None:
-        raise SpecgenError(
-            f"{name} has to hold the whole target in one of {launched.ranks} processes",
-            "Run without torchrun",
-        )
-    assistant = None
-    if BASELINES[name].needs_draft_model:
-        if pair.draft is None:
-            raise BASELINES[name].without_part(None)
-        assistant = pair.draft.transformers_module
+    assistant = _assistant(pair, name)
     target = pair.target.transformers_module
     for module in filter(None, (target, assistant)):
         # transformers would ask for a tokenizer; the stop strings are in `sampling`
@@ -121,14 +111,17 @@ def run_baseline(
         token_ids: list[int] = output[0, len(prompt_ids) :].tolist()
         seconds = time.perf_counter() - start
 
+    reason = "length"
     if end.is_reached_by(token_ids):
         token_ids = end.seen
-    reason = "eos" if token_ids and token_ids[-1] in pair.target.eos_ids else "length"
+        reason = "stop"
+    elif token_ids and token_ids[-1] in pair.target.eos_ids:
+        reason = "eos"
     passes = len(target_passes)
     drafted = len(draft_passes)
     return {
         "token_ids": token_ids,
-        "finish_reason": "stop" if end.is_reached else reason,
+        "finish_reason": reason,
         "seconds": seconds,
         "rounds": passes,
         "drafted": drafted,
@@ -136,6 +129,22 @@ def run_baseline(
         "drafts": passes if drafted else 0,
         "phase_seconds": None,
     }
+
+
+def _assistant(pair: Pair, name: str) -> Any | None:
+    """Returns transformers' own draft model, None if the baseline needs none. Raises as
+    `run_baseline`."""
+    launched = launch()
+    if launched is not None:
+        raise SpecgenError(
+            f"{name} has to hold the whole target in one of {launched.ranks} processes",
+            "Run without torchrun",
+        )
+    if not BASELINES[name].needs_draft_model:
+        return None
+    if pair.draft is None:
+        raise BASELINES[name].without_part(None)
+    return pair.draft.transformers_module
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from specgen.base.files import examples_file
 LARGEST_JSONL = 256 << 20  # bytes; SPEED-Bench's throughput_32k has 110 MB
 LARGEST_YAML = 4 << 20  # bytes; YAML is parsed much more slowly
 UNCATEGORISED = "other"
-# texts in SPEED-Bench's published files where the licence of the source asks for a download
+# in SPEED-Bench's published files, for texts whose licence asks for a download from the source
 _PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{article}")
 
 

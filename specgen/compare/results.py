@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RESAMPLES = 2000
 LEVEL = 0.95
 NOT_RUN = "not run"
-# with fewer, a bootstrap over prompts draws from too few values, and its interval is too narrow
+# With fewer prompts, a bootstrap draws from too few values, and its interval is too narrow.
 FEW_PROMPTS = 5
 # tokens in a timed pass; times of other widths are interpolated
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)

@@ -108,7 +108,7 @@ _TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 _Joules = Annotated[float, Field(ge=-1e9, le=1e9)]
-# one value per drafted token, None if unknown
+# a value for each drafted token, None if it is unknown
 _Figures = list[Annotated[float, Field(gt=-1e300, lt=1e300)] | None] | None
 _FIGURES = ("entropies", "top_probs", "overlap", "kl")
 
@@ -152,8 +152,7 @@ class _RoundLine(BaseModel):
     stop_reason: str | None
     entropies: _Figures = None
     top_probs: _Figures = None
-    # one for each level of a tree
-    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None
+    predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None  # one a level
     overlap: _Figures = None
     kl: _Figures = None
     policy: dict[str, Any] | None = None

@@ -40,8 +40,7 @@ from specgen.view.trace_report import LOSSY
 if TYPE_CHECKING:
     from specgen.compare.runner import BenchmarkStep
 
-# ties (differences that rounding explains) with a sentence of their own; the rest are only counted
-MOST_EXPLAINED = 3
+MOST_EXPLAINED = 3  # ties with a sentence of their own; the rest are only counted
 LONGEST_BAR = 24
 SHORTEST_BAR = 6
 _MAIN_PHASES = ("draft", "verify", "sample")  # of a narrow table of times

@@ -71,7 +71,7 @@ class AnswerText:
     def __init__(self, detokenizer: Detokenizer, stop: StopStrings) -> None:
         self._detokenizer = detokenizer
         self._stop = stop
-        # with marks, with the text that is held back, and with a stop string and what follows it
+        # everything: also marks, text that is held back, and a stop string with what follows it
         self._all = ""
         self._drafted: list[bool] = []  # for each character of it
         self._shown = 0  # characters of it
@@ -135,7 +135,7 @@ class AnswerView:
         for piece in pieces:
             shown = streamed(piece.text)
             if not self._begun:
-                # it separates the first word from the prompt, which is not shown
+                # the space between the prompt, which is not shown, and the first word
                 shown = shown.removeprefix(" ")
             self._begun = True
             styled.append(shown, "token.accepted" if piece.drafted else "token.target")

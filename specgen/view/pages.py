@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-# what a token shows that holds only some bytes of a character
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # in a token that holds some bytes of a character
 _EOS = "⟨eos⟩"
 _SIGNALS = (
     ("entropy", "{:.2f}"),

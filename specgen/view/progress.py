@@ -58,7 +58,7 @@ class Progress:
                 self.console.print(line, soft_wrap=True)
             self.console.print(lines[-1], end="", soft_wrap=True)
         below = len(lines) - 1
-        # scrolls first: the saved position would not scroll along
+        # it scrolls first: the saved position would not scroll along
         room = "\n" * below + f"\x1b[{below}A" if below else ""
         self._write(room + _SAVE + _NO_WRAP + _ERASE_BELOW + drawn.get() + _WRAP + _RESTORE)
         self._is_shown = True
