@@ -186,7 +186,8 @@ def _parameter(
 
 def options_of(group: Any) -> list[Field[Any]]:
     """Returns the fields of a group that are options on the command line."""
-    return [each for each in fields(group) if each.name not in getattr(group, "not_options", ())]
+    others = getattr(group, "not_options", ())
+    return [field for field in fields(group) if field.name not in others]
 
 
 def option_of(name: str) -> str:
