@@ -48,8 +48,10 @@ class SimulatedClock(Clock):
 
         They include the computation of signals if the policy reads any.
         """
+        if not length:
+            return 0.0
         signal_seconds = self.costs.signal_cost * length if policy.signals else 0.0
-        return self.costs.draft_cost.at(length, len(context)) + signal_seconds if length else 0.0
+        return self.costs.draft_cost.at(length, len(context)) + signal_seconds
 
     def lap(self, phase: str, *, on_device: bool = False) -> None:
         """Does nothing: time advances by `add` only."""
@@ -97,11 +99,9 @@ class PricedTarget:
         return 0
 
     def verify(self, draft: Draft, output: Any) -> Verdict:
-        known = [
-            *self._reference.token_ids[self._generated :],
-            *[_NO_TOKEN] * (len(draft.tokens) + 1),
-        ]
-        choices = [known[0], *(known[depth + 1] for depth in depths(draft.parents))]
+        following = self._reference.token_ids[self._generated :]
+        following = [*following, *[_NO_TOKEN] * (len(draft.tokens) + 1)]
+        choices = [following[0], *(following[depth + 1] for depth in depths(draft.parents))]
         return match_path(draft, choices.__getitem__, self._rows)
 
 
@@ -130,17 +130,14 @@ class PricedDrafter(LearningDrafter):
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         before = 0 if self._runner is None else self._runner.calls
         draft = self._drafter.propose(context, policy, limit)
-        passes = (
-            self._runner.calls - before
-            if self._runner is not None
-            else draft.levels
-            if self.learns
-            else 0
-        )
+        passes = 0
+        if self._runner is not None:
+            passes = self._runner.calls - before
+        elif self.learns:
+            passes = draft.levels
         if passes:
-            self._clock.add(
-                "draft", self._prefill_seconds + self._clock.draft_seconds(passes, policy, context)
-            )
+            seconds = self._clock.draft_seconds(passes, policy, context)
+            self._clock.add("draft", self._prefill_seconds + seconds)
             self._prefill_seconds = 0.0
         return draft
 
@@ -195,14 +192,10 @@ class PricedParallelDrafter:
         """Ends the draft after the token that is being drafted when the target's pass ends."""
         end = self._lead_seconds + self._target.pass_seconds
         drafted = len(self._draft.tokens)
-        length = next(
-            (length for length in range(1, drafted) if self._seconds(length) >= end), drafted
-        )
-        self._draft = (
-            replace(self._draft.part(0, length), stop_reason="pass ended")
-            if length < drafted
-            else self._draft
-        )
+        for length in range(1, drafted):
+            if self._seconds(length) >= end:
+                self._draft = replace(self._draft.part(0, length), stop_reason="pass ended")
+                return
 
     def finish(self) -> Draft:
         self.seconds = self._seconds(len(self._draft.tokens))

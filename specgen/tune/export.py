@@ -84,8 +84,8 @@ class ExportedMethod:
     def tuned_length(self) -> int | None:
         """The number of drafted tokens per round; for `confidence` its maximum. None if another
         length policy decides it."""
-        found = self.settings.get("max_draft" if self.name == "confidence" else "k")
-        return None if found is None else int(found)
+        length = self.settings.get("max_draft" if self.name == "confidence" else "k")
+        return None if length is None else int(length)
 
     @property
     def length(self) -> int:
@@ -228,7 +228,8 @@ def _lost(engine: str, method: ExportedMethod, policy: str | None) -> list[str]:
         notes.append(
             f"{engine} drafts chains: the tree (width {method.settings['width']}) is left out"
         )
-    if (note := NOTES.get(engine, {}).get(method.name)) is not None:
+    note = NOTES.get(engine, {}).get(method.name)
+    if note is not None:
         folder = "" if method.head is None else quote(method.head.folder)
         notes.append(
             note.format(**{**method.settings, "head": folder, "target": quote(method.target)})
@@ -255,17 +256,17 @@ def _transformers(method: ExportedMethod) -> str:
     tokens = {"max_new_tokens": 128, "do_sample": False}
     lines = _transformers_start(method.target)
     if method.name == "lookup":
-        given = f"**inputs, **{tokens | arguments}"
+        passed = f"**inputs, **{tokens | arguments}"
     else:  # arguments of generate() would not reach the assistant
         lines += [f'assistant = AutoModelForCausalLM.from_pretrained({draft!r}, dtype="auto")']
         lines += [
             f"assistant.generation_config.{name} = {value!r}" for name, value in arguments.items()
         ]
-        given = f"**inputs, assistant_model=assistant, **{tokens}"
+        passed = f"**inputs, assistant_model=assistant, **{tokens}"
         if method.tokenizers_differ:
             lines += [f"other = AutoTokenizer.from_pretrained({draft!r})"]
-            given += ", tokenizer=tokenizer, assistant_tokenizer=other"
-    lines += _transformers_end(given)
+            passed += ", tokenizer=tokenizer, assistant_tokenizer=other"
+    lines += _transformers_end(passed)
     return "\n".join(lines)
 
 
@@ -419,9 +420,9 @@ def _lmstudio_plain(target: str) -> str:
     )
 
 
-# tests/bench/check_exports.py compares the options with the engines themselves For each engine the
-# functions that write its options for a method and for plain decoding of a target, and the kinds of
-# heads that it reads.
+# For each engine the functions that write its options for a method and for plain decoding of a
+# target, and the kinds of heads that it reads. tests/bench/check_exports.py compares the options
+# with the engines themselves.
 ENGINES: Mapping[
     str, tuple[Callable[[ExportedMethod], str], Callable[[str], str], Sequence[str]]
 ] = {

@@ -166,22 +166,19 @@ def grid(name: str) -> list[GivenSettings]:
     grids = method.tuning.grids
     if grids is None:
         assert method.policy is not None
-        grids = [
-            {
-                setting: known.tuned
-                for setting, known in POLICIES[method.policy].settings.items()
-                if known.tuned
-            }
-        ]
-    found = combinations(grids)
-    Random(0).shuffle(found)
-    return sorted(found, key=lambda settings: min(2, distance_from_defaults(name, settings)))
+        settings = POLICIES[method.policy].settings
+        grids = [{key: setting.tuned for key, setting in settings.items() if setting.tuned}]
+    every = combinations(grids)
+    Random(0).shuffle(every)
+    return sorted(every, key=lambda settings: min(2, distance_from_defaults(name, settings)))
 
 
 def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
-    return [
-        dict(zip(each, chosen, strict=True)) for each in grids for chosen in product(*each.values())
-    ]
+    settings: list[GivenSettings] = []
+    for values in grids:
+        for chosen in product(*values.values()):
+            settings.append(dict(zip(values, chosen, strict=True)))
+    return settings
 
 
 def distance_from_defaults(name: str, settings: GivenSettings) -> int:
@@ -282,17 +279,20 @@ class TuningOutcome:
     """The result of a tuning.
 
     `methods` has the best settings of each method, plain decoding included, sorted by expected
-    speed, fastest first. `prompts` is the number of prompts. `costs` has the seconds of a round
-    (`RoundCosts.as_dict`), by what a round runs: `echo` (the target alone), `model` (the draft
-    model), `exit` (the exit layer), `parallel` (PEARL). `speedup_model` has the times of single
-    passes, None without a drafter. `acceptance_probability` is the mean probability that the target
-    accepts a drafted token, given that it accepted all tokens before it; None if no drafts were
-    recorded. `left_out` gives the reason for each method that was not tuned. `draft_dtype` (`int8`)
-    is what the draft's weights were rounded to because that was faster, None if they were not.
-    `pair` has the models that were chosen. `real_runs` is the number of real runs, `simulated` that
-    of the settings that were simulated. `missing_seconds` is how much more time would be needed for
-    what was left out because time was short, as far as this can be estimated. `named` are the
-    methods that the user named, None for all: no other one can be chosen, but for plain decoding.
+    speed, fastest first. `left_out` gives the reason for each method that was not tuned. `named`
+    are the methods that the user named, None for all: no other one can be chosen, but for plain
+    decoding. `pair` has the models that were chosen, `draft_dtype` (`int8`) is what the draft's
+    weights were rounded to because that was faster, None if they were not.
+
+    What explains the speeds: `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a
+    round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer),
+    `parallel` (PEARL). `speedup_model` has the times of single passes, None without a drafter.
+    `acceptance_probability` is the mean probability that the target accepts a drafted token, given
+    that it accepted all tokens before it; None if no drafts were recorded.
+
+    `prompts` is the number of prompts, `real_runs` that of real runs, `simulated` that of simulated
+    settings. `missing_seconds` estimates how much more time is needed for what was left out because
+    time was short.
     """
 
     methods: Sequence[Candidate]
@@ -313,9 +313,9 @@ class TuningOutcome:
     def _speculative(self) -> list[Candidate]:
         """The methods that can be chosen, but for plain decoding."""
         return [
-            each
-            for each in self.methods
-            if each.name != PLAIN and each.lossless and self._may_choose(each.name)
+            method
+            for method in self.methods
+            if method.name != PLAIN and method.lossless and self._may_choose(method.name)
         ]
 
     def _may_choose(self, name: str) -> bool:
@@ -325,15 +325,18 @@ class TuningOutcome:
     def best(self) -> Candidate:
         """The best lossless method other than plain decoding (`Candidate.rank`); plain decoding if
         there is no such method."""
-        return max(self._speculative, key=lambda each: each.rank, default=plain_of(self.methods))
+        plain = plain_of(self.methods)
+        return max(self._speculative, key=lambda method: method.rank, default=plain)
 
     @property
     def default(self) -> Candidate:
         """The method that decodes where no profile names one; with plain decoding's speed if
         nothing is known about it."""
         speed = plain_of(self.methods).predicted
-        own = (each for each in self.methods if each.name == DEFAULT_METHOD)
-        return next(own, Candidate(DEFAULT_METHOD, {}, speed))
+        for method in self.methods:
+            if method.name == DEFAULT_METHOD:
+                return method
+        return Candidate(DEFAULT_METHOD, {}, speed)
 
     @property
     def promising(self) -> Candidate | None:
@@ -345,14 +348,18 @@ class TuningOutcome:
         higher, or if the best one was not run.
         """
         best = self.best
-        known = 1.0 if best.evidence is Evidence.SIMULATION else max(1.0, self.speedup_of(best))
+        measured = 1.0
+        if best.evidence is not Evidence.SIMULATION:
+            measured = max(1.0, self.speedup_of(best))
         needed = {
-            Evidence.SIMULATION: EXPECTED_GAIN * known,
-            Evidence.ONE_PROMPT: known,
+            Evidence.SIMULATION: EXPECTED_GAIN * measured,
+            Evidence.ONE_PROMPT: measured,
             Evidence.SEVERAL_PROMPTS: math.inf,
         }
         faster = [
-            each for each in self._speculative if self.speedup_of(each) > needed[each.evidence]
+            method
+            for method in self._speculative
+            if self.speedup_of(method) > needed[method.evidence]
         ]
         return max(faster, key=self.speedup_of, default=None)
 
@@ -366,7 +373,7 @@ class TuningOutcome:
         least 1, but the interval contains 1. `does not pay`: it is slower, or there is none.
         """
         best = self.best
-        if all(each.evidence is Evidence.SIMULATION for each in self.methods):
+        if all(method.evidence is Evidence.SIMULATION for method in self.methods):
             return "no time"
         if best.name == PLAIN:
             return "does not pay"
@@ -396,11 +403,9 @@ class TuningOutcome:
     def speedup_of(self, method: Candidate) -> float:
         """Returns the measured speedup over plain decoding, or the expected speedup if the method
         was not measured."""
-        return (
-            1.0
-            if method.name == PLAIN
-            else method.speedup or method.predicted / plain_of(self.methods).predicted
-        )
+        if method.name == PLAIN:
+            return 1.0
+        return method.speedup or method.predicted / plain_of(self.methods).predicted
 
 
 def plain_of(candidates: Sequence[Candidate]) -> Candidate:
@@ -416,13 +421,11 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
     """
     best = max(candidate.predicted for candidate in tried)
     fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
-    return min(
-        fast,
-        key=lambda candidate: (
-            distance_from_defaults(candidate.name, candidate.settings),
-            -candidate.predicted,
-        ),
-    )
+
+    def distance(candidate: Candidate) -> tuple[int, float]:
+        return distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted
+
+    return min(fast, key=distance)
 
 
 def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -434,9 +437,8 @@ def shortlist(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
 
     def possible(candidate: Candidate) -> float:
-        return candidate.predicted * (
-            PARALLEL_MARGIN if METHODS[candidate.name].is_parallel else 1.0
-        )
+        factor = PARALLEL_MARGIN if METHODS[candidate.name].is_parallel else 1.0
+        return factor * candidate.predicted
 
     best = max((candidate.predicted for candidate in candidates), default=0.0)
     promising = [

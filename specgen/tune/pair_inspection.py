@@ -172,26 +172,27 @@ class PairReport:
         `cache_bytes` is the size of both models' caches for the longest context; None if the target
         has no context limit.
         """
-        found = asdict(replace(self, placement=None))
+        fields = asdict(replace(self, placement=None))
         model = self.speedup_model
         models = [self.target] if self.draft is None else [self.target, self.draft]
         longest = self.target.context_limit
-        cached = (
-            each.cache_bytes * min(each.context_limit or longest, longest)
-            for each in models
-            if longest is not None
-        )
+        cache_bytes = None
+        if longest is not None:
+            lengths = [min(facts.context_limit or longest, longest) for facts in models]
+            cache_bytes = sum(
+                facts.cache_bytes * length for facts, length in zip(models, lengths, strict=True)
+            )
         overlap = None if self.tokenizers is None else self.tokenizers.overlap
         if overlap is not None:
-            found["tokenizers"]["overlap"] = overlap.as_dict()
+            fields["tokenizers"]["overlap"] = overlap.as_dict()
         kappa = None if overlap is None else overlap.kappa
         return {
-            **{name: found[name] for name in ("target", "draft", "tokenizers")},
-            "weight_bytes": sum(each.weight_bytes for each in models),
-            "cache_bytes": None if longest is None else sum(cached),
-            **{name: found[name] for name in ("free_bytes", "draft_free_bytes", "ranks")},
+            **{name: fields[name] for name in ("target", "draft", "tokenizers")},
+            "weight_bytes": sum(facts.weight_bytes for facts in models),
+            "cache_bytes": cache_bytes,
+            **{name: fields[name] for name in ("free_bytes", "draft_free_bytes", "ranks")},
             "placement": None if self.placement is None else _placement(self.placement),
-            "methods": found["methods"],
+            "methods": fields["methods"],
             "engine": None if self.threads is None else {"threads": asdict(self.threads)},
             "rounding": None if self.rounding is None else self.rounding._asdict(),
             "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
@@ -299,8 +300,8 @@ def with_measurements(
             tokenizers, overlap=token_overlap(pair.tokenizer, pair.draft.tokenizer, outputs=outputs)
         )
     errors = {
-        name: None if not found.ready else obstacle(pair, name)
-        for name, found in report.methods.items()
+        name: obstacle(pair, name) if readiness.ready else None
+        for name, readiness in report.methods.items()
     }
     return replace(
         report,
@@ -357,11 +358,12 @@ def _compared(target: ModelFiles, draft: ModelFiles) -> TokenizerFacts:
     refusal = probe = overlap = None
     try:
         if translation_between(target, draft) is None:
-            texts = (
-                (text, tuple(target.tokenizer.encode(text)), tuple(draft.tokenizer.encode(text)))
-                for text in _PROBES
-            )
-            probe = next((found for found in texts if found[1] != found[2]), None)
+            for text in _PROBES:
+                ids = tuple(target.tokenizer.encode(text))
+                theirs_ids = tuple(draft.tokenizer.encode(text))
+                if ids != theirs_ids:
+                    probe = text, ids, theirs_ids
+                    break
         else:
             overlap = overlap_of_examples(target.tokenizer, draft.tokenizer)
     except NoTokenBytes as error:
@@ -438,17 +440,17 @@ def obstacle(pair: Pair, name: str) -> SpecgenError | None:
     """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it
     can decode. Measures nothing."""
     method = methods.find(name)
-    given: dict[str, Any] = dict(method.unmeasured)
+    settings: dict[str, Any] = dict(method.unmeasured)
     if method.policy is not None:
-        given |= methods.POLICIES[method.policy].unmeasured
+        settings |= methods.POLICIES[method.policy].unmeasured
     if (
         pair.draft is not None
         and pair.draft.refusal is not None
         and "translation" in method.settings
     ):
-        given |= {"translation": "text"}
+        settings["translation"] = "text"
     try:
-        pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **given))
+        pair.run(pair.request([1], name, SamplingParams(max_new_tokens=1), **settings))
     except SpecgenError as error:
         return error
     return None

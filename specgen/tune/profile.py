@@ -23,6 +23,9 @@ def from_outcome(
 ) -> Profile:
     """Returns the profile of a tuning that was done under the conditions `key` and on `prompts`
     (None: unknown)."""
+    fingerprints = None
+    if prompts is not None:
+        fingerprints = [prompt.fingerprint for prompt in prompts]
     sampling = outcome.sampling
     chosen = outcome.chosen
     return Profile(
@@ -33,15 +36,13 @@ def from_outcome(
         speedup=outcome.speedup_of(chosen),
         sampling={"temperature": sampling.temperature, **sampling.filters},
         fits=with_rounded_draft(key, outcome.draft_dtype),
-        methods={each.name: Tuned.model_validate(each) for each in outcome.methods},
+        methods={method.name: Tuned.model_validate(method) for method in outcome.methods},
         measured=Measured(
             prompts=outcome.prompts,
             new_tokens=sampling.max_new_tokens,
             acceptance=outcome.acceptance_probability,
             costs=dict(outcome.costs),
-            prompt_fingerprints=None
-            if prompts is None
-            else [prompt.fingerprint for prompt in prompts],
+            prompt_fingerprints=fingerprints,
             rounding=None if rounding is None else rounding._asdict(),
         ),
     )

@@ -32,15 +32,15 @@ def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
     usual = [
         name for name in (*USUAL, *METHODS) if name in names and name not in (PLAIN, DEFAULT_METHOD)
     ]
-    found = dict[str, str]()
+    chosen = dict[str, str]()  # by what drafts, if none is named
     for name in dict.fromkeys(usual):
         method = METHODS[name]
         is_light = method.head or method.tuning.recorded
         if named and name in named:
-            found[name] = name
+            chosen[name] = name
         elif not named and method.lossless and is_light and not method.is_parallel:
-            found.setdefault(method.tuning.drafts, name)
-    return sorted(found.values(), key=lambda name: not METHODS[name].lossless)[:MOST_LIKELY]
+            chosen.setdefault(method.tuning.drafts, name)
+    return sorted(chosen.values(), key=lambda name: not METHODS[name].lossless)[:MOST_LIKELY]
 
 
 class Prospects:
@@ -105,9 +105,8 @@ class Prospects:
         ngram = int(settings["ngram"])
         longest = max(ngram, window) - 1 if ngram == 2 else ngram - 1
         tokens = 1 + longest / 2
-        return tokens * self._token_seconds / self._pass_seconds(
-            window * (ngram - 1)
-        ) >= self.floor(name)
+        seconds = self._pass_seconds(window * (ngram - 1))
+        return tokens * self._token_seconds / seconds >= self.floor(name)
 
     def is_behind(self, name: str, figures: Figures) -> bool:
         """Whether a simulation with these figures so far is far behind, even with `SLACK` more

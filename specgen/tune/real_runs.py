@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 4  # new tokens of the first run, which tells how fast plain decoding is
 WARM_UP_TOKENS = 4  # new tokens of the run of each method that is not counted
-# for which each method's runs are planned
+# prompts for which each method's runs are planned
 USUAL_PROMPTS = 3
 FEWEST_PROMPTS = 2
 FEWEST_TOKENS = 16  # new tokens of a run in which a method can show what it gains
 LEAST_TOKENS = 4  # where there is not even time for that
-# of the time left is planned for the shortest runs, because the default may be much slower than
-# plain decoding
+# the share of the time left that is planned for the shortest runs: the default may be much slower
+# than plain decoding
 RESERVE = 0.7
 MARGIN = 1.2  # runs may take this many times the expected seconds
 MOST_REPEATS = 50  # of one prompt
@@ -72,11 +72,9 @@ def plan(speed: PlainSpeed, share: float, left: float, methods: int, tokens: int
             if fitting >= min(FEWEST_TOKENS, tokens):
                 return Plan(count, min(fitting, tokens))
     fitting = _fitting(speed, RESERVE * left - 2 * warm_up, 2)
-    return (
-        Plan(2, min(fitting, FEWEST_TOKENS, tokens))
-        if fitting >= min(LEAST_TOKENS, tokens)
-        else None
-    )
+    if fitting < min(LEAST_TOKENS, tokens):
+        return None
+    return Plan(2, min(fitting, FEWEST_TOKENS, tokens))
 
 
 def _fitting(speed: PlainSpeed, seconds: float, runs: int) -> int:
@@ -91,15 +89,14 @@ def probe(pair: Pair, request: TuningRequest) -> PlainSpeed:
     Does so twice where this takes little time, because the first run also does what is done once.
     """
     sampling = replace(request.sampling, max_new_tokens=PROBE_TOKENS, ignore_eos=True, stop=())
-    ids = Runner(pair, BenchmarkConfig([], request.prompts, 1, sampling, request.chat)).prompt_ids(
-        request.prompts[0]
-    )
-    recorded = record_reference(pair, ids, sampling)
-    if recorded.seconds < 0.01 * request.deadline.left:
-        recorded = record_reference(pair, ids, sampling)
-    further = max(1, len(recorded.token_ids) - 1)
-    token_seconds = max((recorded.seconds - recorded.prefill_seconds) / further, 1e-9)
-    return PlainSpeed(recorded.prefill_seconds, token_seconds)
+    config = BenchmarkConfig([], request.prompts, 1, sampling, request.chat)
+    ids = Runner(pair, config).prompt_ids(request.prompts[0])
+    output = record_reference(pair, ids, sampling)
+    if output.seconds < 0.01 * request.deadline.left:
+        output = record_reference(pair, ids, sampling)
+    further = max(1, len(output.token_ids) - 1)
+    token_seconds = max((output.seconds - output.prefill_seconds) / further, 1e-9)
+    return PlainSpeed(output.prefill_seconds, token_seconds)
 
 
 class RealRuns:
@@ -135,12 +132,11 @@ class RealRuns:
 
         Raises SpecgenError, with the prompt's name, if plain decoding fails.
         """
-        written = [each.written for each in candidates if each.name != PLAIN]
-        specs = [parse_spec(each) for each in dict.fromkeys([REFERENCE, *written])]
+        written = [candidate.written for candidate in candidates if candidate.name != PLAIN]
+        specs = [parse_spec(text) for text in dict.fromkeys([REFERENCE, *written])]
         request = self.request
-        runner = Runner(
-            self.pair, BenchmarkConfig(specs, prompts, repeats, request.sampling, request.chat)
-        )
+        config = BenchmarkConfig(specs, prompts, repeats, request.sampling, request.chat)
+        runner = Runner(self.pair, config)
         runner.warm_up_tokens = WARM_UP_TOKENS
         self._parts.append(runner.results)
         prompt = prompts[0]
@@ -168,25 +164,25 @@ class RealRuns:
         """Returns the seconds of a run of the method: the longest so far. Half of the planned ones
         for one that has not run: only a much shorter time than was planned keeps it from
         running."""
-        known = [
+        seconds = [
             run.seconds
             for results in self._parts
             for key, run in results.runs.items()
             if key[0] == written
         ]
-        return max(known, default=self.run_seconds / 2)
+        return max(seconds, default=self.run_seconds / 2)
 
     def references(self) -> list[ReferenceOutput]:
         """Returns plain decoding's output for each prompt that it ran on."""
         pair = self.pair
         sampling = self.request.sampling
         eos_ids = frozenset[int]() if sampling.ignore_eos else frozenset(pair.target.eos_ids)
-        found = dict[int, ReferenceOutput]()
+        references = dict[int, ReferenceOutput]()  # by prompt index
         for results in self._parts:
             for (written, index, _), run in results.runs.items():
-                if written == REFERENCE and index not in found:
-                    found[index] = self._reference(results, index, run, eos_ids)
-        return list(found.values())
+                if written == REFERENCE and index not in references:
+                    references[index] = self._reference(results, index, run, eos_ids)
+        return list(references.values())
 
     def _reference(
         self, results: Results, index: int, run: Run, eos_ids: frozenset[int]
@@ -213,9 +209,8 @@ class RealRuns:
         seconds = sum(own.seconds for own, _ in pairs)
         if not tokens or not seconds:
             return candidate
-        plain_speed = sum(plain.tokens for _, plain in pairs) / sum(
-            plain.seconds for _, plain in pairs
-        )
+        plain_tokens = sum(plain.tokens for _, plain in pairs)
+        plain_speed = plain_tokens / sum(plain.seconds for _, plain in pairs)
         candidate = replace(
             candidate,
             measured=tokens / seconds,
@@ -234,15 +229,15 @@ class RealRuns:
 
     def _runs(self, candidate: Candidate) -> Mapping[int, tuple[list[Run], list[Run]]]:
         """Returns the candidate's runs by prompt index, and plain decoding's in the same turns."""
-        found = defaultdict[int, tuple[list[Run], list[Run]]](lambda: ([], []))
+        by_prompt = defaultdict[int, tuple[list[Run], list[Run]]](lambda: ([], []))
         for results in self._parts:
             for (written, index, repeat), run in results.runs.items():
                 plain = results.runs.get((REFERENCE, index, repeat))
                 if written == candidate.written and plain is not None:
-                    own, beside = found[index]
+                    own, beside = by_prompt[index]
                     own.append(run)
                     beside.append(plain)
-        return found
+        return by_prompt
 
 
 def _median(runs: Sequence[Run]) -> Run:

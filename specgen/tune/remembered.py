@@ -210,17 +210,17 @@ class DrawnRunner:
             output.logits.device, derive_seed(self._seed, f"position {len(tokens)}")
         )
         width = self._target.vocab_size
-        known = self._reference.token_ids
+        reference = self._reference.token_ids
         probs = token_sampling.pad_probs(
             token_sampling.warp(output.logits[0, :width], self._sampling), width
         )
-        if len(tokens) >= len(known) or tokens != known[: len(tokens)]:
+        if len(tokens) >= len(reference) or tokens != reference[: len(tokens)]:
             token = int(token_sampling.draw(probs, generator))
             return token, float(probs[token])
         context = Context(self._reference.prompt_ids)
         context.extend(tokens)
         of_target = token_sampling.warp(self._target.logits(context).logits[0], self._sampling)
-        token = known[len(tokens)]
+        token = reference[len(tokens)]
         chance = probs[token] / of_target[token]
         if torch.rand(1, generator=generator, device=generator.device) >= chance:
             other = int(token_sampling.draw((probs - of_target).clamp_min(0), generator))

@@ -145,39 +145,41 @@ def time_rounds(
     """
     sweep = LengthSweep(lengths, [frozenset(), signals] if signals else [frozenset()])
     fewest = len(sweep.combinations)
-    found = list[TimedRound]()
-    draft = None
-    if methods.find(method).uses_draft_model:
-        runners = pair.models.with_draft_model()
-        draft = None if runners is None else runners.draft
-    runner = (
-        draft.own
-        if isinstance(draft, TranslatedRunner)
-        else draft
-        if isinstance(draft, ModelRunner)
-        else None
-    )
-    while len(found) < fewest or (deadline.left >= 0 and len(found) < MOST_ROUNDS * fewest):
-        before = len(found)
+    timed = list[TimedRound]()
+    runner = _draft_runner(pair, method)
+    while len(timed) < fewest or (deadline.left >= 0 and len(timed) < MOST_ROUNDS * fewest):
+        before = len(timed)
         sweep.start_run()
-        given: dict[str, Any] = dict(settings or {})
-        run = pair.run(pair.request(prompt, method, _endless(sampling), **given))
+        values: dict[str, Any] = dict(settings or {})
+        run = pair.run(pair.request(prompt, method, _endless(sampling), **values))
         run = replace(run, policy=sweep, drafter=drafter or run.drafter)
         rounds = run.rounds()
         for position in range(NEW_TOKENS):
             count = 0 if runner is None else runner.forward_count
             with_signals = bool(sweep.signals)
             round_ = next(rounds, None) if run.remaining > sweep.longest else None
-            if round_ is None or (len(found) >= fewest and deadline.left < 0):
+            if round_ is None or (len(timed) >= fewest and deadline.left < 0):
                 break
             if position >= WARM_UP and (drafter is not None or round_.draft.tokens):
                 passes = 0 if runner is None else runner.forward_count - count
                 passes = passes or max(sweep.levels, round_.draft.levels)
                 seconds = round_.drafting_seconds, round_.pass_tokens, round_.verification_seconds
-                found.append(TimedRound(len(run.context), passes, with_signals, *seconds))
-        if len(found) == before < fewest:
+                timed.append(TimedRound(len(run.context), passes, with_signals, *seconds))
+        if len(timed) == before < fewest:
             raise _drafts_nothing(method)
-    return found
+    return timed
+
+
+def _draft_runner(pair: Pair, method: str) -> ModelRunner | None:
+    """Returns the runner whose passes are counted, in the draft model's own ids; None if the method
+    uses no draft model, or one that drafts in one pass."""
+    if not methods.find(method).uses_draft_model:
+        return None
+    runners = pair.models.with_draft_model()
+    draft = None if runners is None else runners.draft
+    if isinstance(draft, TranslatedRunner):
+        return draft.own
+    return draft if isinstance(draft, ModelRunner) else None
 
 
 def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> RoundCosts:
@@ -188,15 +190,17 @@ def costs_of(rounds: Sequence[TimedRound], alone: RoundCosts | None = None) -> R
     round of `rounds` had an empty draft, the time of a target pass over one token is taken from
     `alone`.
     """
-    length = round(median(each.context_length for each in rounds))
-    plain = _medians((each.passes, each.drafting) for each in rounds if not each.with_signals)
-    with_signals = _medians((each.passes, each.drafting) for each in rounds if each.with_signals)
+    length = round(median(timed.context_length for timed in rounds))
+    plain = _medians((timed.passes, timed.drafting) for timed in rounds if not timed.with_signals)
+    with_signals = _medians(
+        (timed.passes, timed.drafting) for timed in rounds if timed.with_signals
+    )
     signal_costs = [
         (with_signals[passes] - plain[passes]) / passes
         for passes in with_signals
         if passes in plain
     ]
-    passes = _medians((each.tokens, each.verification) for each in rounds)
+    passes = _medians((timed.tokens, timed.verification) for timed in rounds)
     if alone is not None:
         passes.setdefault(1, alone.verification_cost.at(1, length))
     tables = CostTable({length: Curve({0: 0.0} | plain)}), CostTable({length: Curve(passes)})

@@ -49,21 +49,22 @@ def rounding_cost(
     small for the stored ones, and with `is_small_only` if it was not measured before and the target
     has more than `_SMALL` parameters.
     """
-    target, free = pair.target, free_memory(pair.target.device)
+    target = pair.target
+    free = free_memory(target.device)
     if target.precision.rounding is None:
         return None
-    found = pair.measurements.stored("rounding", (TOKENS,), _read, with_draft=False)
+    cost = pair.measurements.stored("rounding", (TOKENS,), _read, with_draft=False)
     parameters = sum(target.files.parameters.values())
     is_possible = (free is None or free >= _BYTES * parameters) and not (
         is_small_only and parameters > _SMALL
     )
-    if found is None and is_possible:
+    if cost is None and is_possible:
         announce("comparing the rounded with the stored weights")
-        found = _measure(target)
+        cost = _measure(target)
         pair.measurements.put(
-            "rounding", (TOKENS,), Sample(found._asdict(), 1, 1.0), with_draft=False
+            "rounding", (TOKENS,), Sample(cost._asdict(), 1, 1.0), with_draft=False
         )
-    return found
+    return cost
 
 
 def _read(stored: Any) -> RoundingCost:

@@ -68,11 +68,11 @@ class SimulatedRun(NamedTuple):
 
 class SimulatedModels:
     """Implements `models.Models` for simulated runs on the prompt of `reference`, one after the
-    other.
+    other: before each, `begin` has to be called.
 
-    `real` are the pair's models, and `kept` is the store of outputs of all prompts. `first_length`
-    is the length of the context (tokens) for which PEARL's passes are timed. `begin` has to be
-    called before each run.
+    `real` are the pair's models. Their runners are replaced by ones that keep their outputs in
+    `kept`, the store of all prompts. `first_length` is the length of the context (tokens) for which
+    PEARL's passes are timed.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class SimulatedModels:
         return Runners(self._plain)
 
     def with_draft_model(self) -> Runners | None:
-        found = self._real.with_draft_model()
-        return None if found is None else self._drafting(DRAFT_MODEL, "", found)
+        real = self._real.with_draft_model()
+        return None if real is None else self._drafting(DRAFT_MODEL, "", real)
 
     def has_part(self, kind: str) -> bool:
         return self._real.has_part(kind)
 
     def with_part(self, kind: str, name: str) -> Runners | None:
-        found = self._real.with_part(kind, name)
-        return None if found is None else self._drafting(kind, name, found)
+        real = self._real.with_part(kind, name)
+        return None if real is None else self._drafting(kind, name, real)
 
     def without_layers(self, skip: str) -> Runners:
         return self._real.without_layers(skip)
@@ -172,13 +172,15 @@ class SimulatedModels:
         return worker is not None and worker.is_process
 
     def _drafting(self, kind: str, name: str, real: Runners) -> Runners:
+        """Returns the runners that stand for the `real` ones in this run, and keeps them as
+        `drafting`. They are made once, so that runs share their outputs."""
         key = kind, name
         if key not in self._draftings:
             self._draftings[key] = self._make(kind, real)
-        found = self.drafting = self._draftings[key]
-        if found.drawn is not None and self.run.draws:
-            return found.runners._replace(draft=found.drawn)
-        return found.runners
+        self.drafting = drafting = self._draftings[key]
+        if drafting.drawn is not None and self.run.draws:
+            return drafting.runners._replace(draft=drafting.drawn)
+        return drafting.runners
 
     def _make(self, kind: str, real: Runners) -> Drafting:
         """Returns the `real` runners as ones that keep their outputs. `kind` is `DRAFT_MODEL`, or
@@ -200,12 +202,12 @@ class SimulatedModels:
             )
 
         context = Context(reference.prompt_ids)
-        known = reference.token_ids
-        context.extend(known[:1])
-        # one pass instead of one for each token
-        if is_model and len(known) > 1 and room(draft, context) >= len(known):
+        tokens = reference.token_ids
+        context.extend(tokens[:1])
+        # keeps the outputs along the reference: one pass instead of one for each token
+        if is_model and len(tokens) > 1 and room(draft, context) >= len(tokens):
             for runner in (memoised, target):
-                runner.logits(context, known[1:-1])
+                runner.logits(context, tokens[1:-1])
         return Drafting(
             Runners(target, memoised, None, predictor), memoised, prefill_seconds, drawn
         )
