@@ -194,7 +194,7 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def given(group: Any) -> list[str]:
+def options_given(group: Any) -> list[str]:
     """Returns the options of a group whose values differ from their defaults, as on the command
     line, such as `--top-k`."""
     return [

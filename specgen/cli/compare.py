@@ -26,7 +26,7 @@ from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json, significant
 from specgen.base.types import QUANTISED, SamplingParams
-from specgen.cli.commands import check_outputs, given
+from specgen.cli.commands import check_outputs, options_given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingGroup, SamplingOptions
 from specgen.compare.method_specs import MethodSpec, parse_specs
@@ -72,7 +72,7 @@ def compare(
     """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong
     options, and as `Comparison.run`."""
     begin = time.perf_counter()
-    is_default = not given(asked) and output.trace_path is None
+    is_default = not options_given(asked) and output.trace_path is None
     sampling = options.params()
     if asked.budget is not None and not asked.budget > 0:
         raise SpecgenError(f"--budget is {asked.budget:g}", "It has to be above 0 seconds")
@@ -238,18 +238,18 @@ def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, 
     Also returns a sentence for the user: which runs are continued, or why none are; it may be
     empty.
     """
-    new = Runner(runner.pair, runner.config, trace)
+    empty = Runner(runner.pair, runner.config, trace)
     try:
         recorded = read_comparison(path)
     except SpecgenError:
-        return new, ""
+        return empty, ""
     try:
         runner.resume(recorded)
     except SpecgenError as error:
-        return new, f"{error.message}: it is written anew"
+        return empty, f"{error.message}: it is written anew"
     if not runner.is_interrupted(recorded):
         runs = counted(len(recorded.runs), "finished run")
-        return new, f"{path} is written anew: the {runs} in it are replaced"
+        return empty, f"{path} is written anew: the {runs} in it are replaced"
     trace.keep = recorded.end
     return runner, f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"
 

@@ -192,12 +192,12 @@ class Conversation:
             raise SpecgenError("/save needs the name of a file", "For instance: /save talk.jsonl")
         if not self._turns:
             raise SpecgenError("there is nothing to save yet", "Type a message first")
-        said = messages(self._turns[-1][0], self._system, self._turns[:-1])
-        said.append({"role": "assistant", "content": self._turns[-1][1]})
-        lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in said)
+        conversation = messages(self._turns[-1][0], self._system, self._turns[:-1])
+        conversation.append({"role": "assistant", "content": self._turns[-1][1]})
+        lines = "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in conversation)
         path = Path(name).expanduser()
         write_new(path, lines, "conversation")
-        self._say(f"{counted(len(said), 'message')} saved in {path}.")
+        self._say(f"{counted(len(conversation), 'message')} saved in {path}.")
 
     # answers
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.text import print_json
-from specgen.cli.commands import given, option_of
+from specgen.cli.commands import option_of, options_given
 from specgen.cli.inspect_traces import inspect_traces
 from specgen.cli.opening import disable_hub_progress, open_pair
 from specgen.cli.options import (
@@ -60,7 +60,7 @@ def _check(
     wanted = []
     if asked.traces:
         wanted.append("a trace")
-    wanted += [*given(models), *given(pair)][:1]
+    wanted += [*options_given(models), *options_given(pair)][:1]
     if asked.list_methods:
         wanted.append("--methods")
     if not wanted:
@@ -74,9 +74,10 @@ def _check(
             f"{' and '.join(wanted)} cannot be combined",
             "Inspect traces, a pair of models, or the methods",
         )
-    if not asked.traces and given(shown):
+    if not asked.traces and options_given(shown):
         raise SpecgenError(
-            f"{given(shown)[0]} is given without a trace", "Name one: specgen inspect TRACE.jsonl"
+            f"{options_given(shown)[0]} is given without a trace",
+            "Name one: specgen inspect TRACE.jsonl",
         )
     if pair.pair and models.target is not None:
         raise SpecgenError(

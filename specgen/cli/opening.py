@@ -425,19 +425,19 @@ def tuned_specs(
     settings, also if the user wrote them, but not where these are the documented defaults.
     """
     by_writing = {}
-    taken = []
+    tuned_methods = []
     prompts = profile.measured.prompt_fingerprints
     for spec in specs:
         tuned = None if spec.is_baseline else profile.settings_of(spec.name)
         if tuned:
             choice = methods.choose(spec.name, {name: str(value) for name, value in tuned.items()})
             if not keep and not spec.choice.given:
-                taken.append(written(spec.name, tuned))
-                spec = replace(spec, written=taken[-1], choice=choice)
+                tuned_methods.append(written(spec.name, tuned))
+                spec = replace(spec, written=tuned_methods[-1], choice=choice)
             is_default = choice.settings == methods.choose(spec.name, {}).settings
             if prompts is not None and not is_default and spec.choice.settings == choice.settings:
                 spec = replace(spec, tuned_on=frozenset(prompts))
         by_writing[spec.written] = spec
-    if taken and profile.draft_dtype is not None:
-        taken.append(f"{profile.draft_dtype} draft")
-    return list(by_writing.values()), "; ".join(taken)
+    if tuned_methods and profile.draft_dtype is not None:
+        tuned_methods.append(f"{profile.draft_dtype} draft")
+    return list(by_writing.values()), "; ".join(tuned_methods)

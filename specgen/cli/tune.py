@@ -23,7 +23,7 @@ from specgen.base.files import data_folder, make_writable_folder
 from specgen.base.machine import launch
 from specgen.base.text import print_json, print_result
 from specgen.base.types import SamplingParams
-from specgen.cli.commands import check_outputs, given
+from specgen.cli.commands import check_outputs, options_given
 from specgen.cli.opening import (
     find_profile,
     models_in_words,
@@ -72,16 +72,16 @@ def tune(
     SpecgenError for wrong options, and RunError for failures while running."""
     begin = time.perf_counter()
     if not training.train:
-        for_training = given(training)
+        for_training = options_given(training)
         if for_training:
             raise SpecgenError(f"{', '.join(for_training)} needs --train", _IN_TURN)
         tune_pair(models, tuning, sampling.params(), output, begin)
         return
 
-    options = (*given(tuning), *given(sampling))
+    options = (*options_given(tuning), *options_given(sampling))
     wrong = [name for name in options if name not in _ALSO_FOR_TRAINING]
     # training needs whole weights
-    wrong += [name for name in given(models) if name in ("--head", "--draft-dtype")]
+    wrong += [name for name in options_given(models) if name in ("--head", "--draft-dtype")]
     if wrong:
         raise SpecgenError(f"{', '.join(wrong)} cannot be combined with --train", _IN_TURN)
     if launch() is not None:
@@ -289,11 +289,11 @@ def _tune(
 
     sampling = request.sampling
     _check_folder(asked.out or default_folder(profile_key_of(pair), sampling), asked)
-    how = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
+    sampling_words = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
     err = theme.console(stderr=True, no_color=output.no_color)
     with Progress(err, quiet=output.quiet) as line:
         progress = TuneProgress(line, begin, asked.budget)
-        progress.done(f"{models_in_words(pair)}, {how}: loaded")
+        progress.done(f"{models_in_words(pair)}, {sampling_words}: loaded")
         rounding = rounding_cost(pair, line.announce, is_small_only=True)
         outcome = tune(pair, request, progress, others)
     pair = outcome.pair or pair

@@ -270,16 +270,16 @@ class Runner:
     def _reserve(self) -> None:
         """Makes room in the caches for the longest run. Of a later turn, which follows answers that
         are not known yet, the length is estimated."""
-        new = min(self.config.sampling.max_new_tokens, RESERVED)
+        new_tokens = min(self.config.sampling.max_new_tokens, RESERVED)
         encode = self.pair.tokenizer.encode
         longest = 0
         for prompt in self.config.prompts:
             length = 0
             if prompt.previous_turns:
                 for text in (*prompt.previous_turns, prompt.text):
-                    length += len(encode(text)) + new
+                    length += len(encode(text)) + new_tokens
             else:
-                length = len(self.prompt_ids(prompt)) + new
+                length = len(self.prompt_ids(prompt)) + new_tokens
             longest = max(longest, length)
         self.pair.reserve(min(longest, self.pair.target.context_limit))
 

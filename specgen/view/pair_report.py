@@ -324,7 +324,7 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
         )
         yield "", text
 
-    rates = {k: model.break_even_acceptance(k) for k in model.draft_lengths}
+    rates = {length: model.break_even_acceptance(length) for length in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
     if not paying:
         yield (
@@ -560,7 +560,7 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
     if best.low is not None and best.high is not None:
         interval = f" (95%: {best.low:.2f}–{best.high:.2f})"
     gain = f"{best.written}: {speedup} plain decoding{interval}"
-    why = _reasons(outcome)
+    reasons = _reasons(outcome)
     promising = outcome.promising
     hope = "" if promising is None else f"{promising.written}: {_hope(outcome, promising)}"
     if outcome.verdict == "unconfirmed":
@@ -568,31 +568,31 @@ def _verdict(outcome: TuningOutcome) -> tuple[str, list[tuple[str, str]]]:
             headline = (
                 f"Not confirmed: {speedup} with {best.name}, on too few prompts. Until then {use}."
             )
-            return headline, [("best found", gain), *why]
+            return headline, [("best found", gain), *reasons]
         headline = (
             f"Not confirmed by enough real runs: {promising.name}, "
             f"{_hope(outcome, promising)}. Until then {use}."
         )
         ran = [] if best.evidence is Evidence.SIMULATION else [("best run", gain)]
-        return headline, [("best found", hope), *ran, *why]
+        return headline, [("best found", hope), *ran, *reasons]
     if outcome.verdict == "pays":
-        more = [("not confirmed", hope)] if hope else []
+        unconfirmed = [("not confirmed", hope)] if hope else []
         return f"Speculation pays here: {speedup} with {best.name}.", [
             ("best", f"{gain}, the same output"),
-            *why,
-            *more,
+            *reasons,
+            *unconfirmed,
         ]
     if outcome.verdict == "unclear":
         headline = f"No clear gain here: {speedup} at best{interval}. So {use}."
         return headline, [
-            *why,
+            *reasons,
             ("would tell", f"specgen compare --methods {best.written} --repeats 10"),
         ]
     draft = "a draft model that is smaller, or closer to the target: --draft MODEL"
     if outcome.speedup_model is None:
         draft = "a draft model: --draft MODEL, or a head: --head FOLDER"
     headline = f"Speculation does not pay here: {speedup} at best. So {use}."
-    return headline, [("best found", gain), *why, ("would help", draft)]
+    return headline, [("best found", gain), *reasons, ("would help", draft)]
 
 
 def _hope(outcome: TuningOutcome, promising: Candidate) -> str:
