@@ -95,6 +95,7 @@ BROKEN: list[tuple[tuple[str, ...], Any, str]] = [
     (("verdict",), "broken", "verdict"),
     (("fits", "target"), ["broken"], "fits.target"),
     (("sampling", "top_p"), 2.0, "top_p"),
+    (("sampling", "top_z"), 2.0, "sampling: it has to have temperature"),
     (("measured", "costs", "echo"), ["broken"], "another form"),
     (("measured", "costs", "echo", "judging"), None, "another form"),
     (("measured", "costs", "echo", "looking"), -1.0, "not positive"),
