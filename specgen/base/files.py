@@ -54,9 +54,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(
-            part, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
-        )
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        os.chmod(part, mode)
         os.replace(part, target)
     except BaseException:
         Path(part).unlink(missing_ok=True)
@@ -131,8 +130,8 @@ def write_new(path: Path, text: str, what: str) -> None:
 def files_in(folder: Path, *patterns: str) -> list[Path]:
     """Returns the files in a folder whose names match one of the patterns, in order, without
     macOS's side files (`._name`)."""
-    found = {path for pattern in patterns for path in folder.glob(pattern)}
-    return sorted(path for path in found if not path.name.startswith("._"))
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(path for path in paths if not path.name.startswith("._"))
 
 
 def check_writable(path: Path, what: str) -> None:
@@ -186,11 +185,11 @@ def file_identity(path: Path) -> Hashable:
     if str(path) in _STREAMS:
         return None
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError):
         return os.path.normcase(os.path.realpath(path))
-    is_device = stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode)
-    return None if is_device else (found.st_dev, found.st_ino)
+    is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+    return None if is_device else (status.st_dev, status.st_ino)
 
 
 def take_lock(path: Path) -> FileLock | None:
@@ -247,13 +246,15 @@ def cache_folder() -> Path:
 def _user_folder(
     override: str, on_macos: str, on_windows: str, xdg_variable: str, xdg_default: str
 ) -> Path:
-    if own := os.environ.get(override):
+    own = os.environ.get(override)
+    if own:
         return Path(own)
     # unlike Path.home(), works for a user without a home folder
     home = Path(os.path.expanduser("~"))
     if sys.platform == "darwin":
         return home / "Library" / on_macos
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+    local = os.environ.get("LOCALAPPDATA")
+    if sys.platform == "win32" and local:
         return Path(local) / on_windows
     return Path(os.environ.get(xdg_variable) or home / xdg_default) / "specgen"
 

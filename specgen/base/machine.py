@@ -74,12 +74,13 @@ def machine() -> dict[str, Any]:
 
     These are its name, processor and number of cores, and under torchrun the number of processes.
     """
-    named = {
+    machine = {
         "node": platform.node(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
     }
-    return named if (launched := launch()) is None else named | {"ranks": launched.ranks}
+    launched = launch()
+    return machine if launched is None else machine | {"ranks": launched.ranks}
 
 
 def thread_settings() -> dict[str, Any]:

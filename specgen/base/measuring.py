@@ -29,7 +29,7 @@ IDLE_SECONDS = 2.0
 _TICK = 0.25  # longest wait for a counter to change, in seconds
 STEADY = 1.5  # the largest spread of a sample that is kept
 _FEWEST_CHECKED = 8  # passes of a run, from which on slow ones mean something
-# between measured passes and those of a run, above which they are measured again
+# factor between the times of measured passes and a run's, above which they are measured again
 _LARGEST_FACTOR = 1.5
 Key = TypeVar("Key")
 S = TypeVar("S")
@@ -198,7 +198,8 @@ class PrefillReports:
             self._observer = None
 
     def report(self, source: int, done: int, total: int) -> None:
-        if (observer := self._observer) is not None:
+        observer = self._observer  # another thread may end the observation meanwhile
+        if observer is not None:
             observer(source, done, total)
 
     @contextmanager
@@ -297,19 +298,19 @@ class EnergyMeter:
 
         If a counter cannot be read, drops all counters, sets `reason` and returns no readings.
         """
-        found = []
+        readings = []
         try:
             for counter in self.counters:
                 first = joules = counter.read()
                 end = time.perf_counter() + _TICK
                 while joules == first and time.perf_counter() < end:
                     joules = counter.read()
-                found.append((time.perf_counter(), joules))
+                readings.append((time.perf_counter(), joules))
         except Exception as error:  # noqa: BLE001  NVML has errors of its own
             self.counters = ()
             self.reason = f"{counter.name} cannot be read: {error}"
             return []
-        return found
+        return readings
 
     def _since(self, before: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """The seconds and joules of each counter since the readings `before`."""
@@ -324,12 +325,13 @@ class EnergyMeter:
 def energy_meter_for(devices: Sequence[Any], root: Path = RAPL) -> EnergyMeter:
     """Makes a meter for these torch devices. If their energy cannot be measured, the meter has no
     counters and its `reason` says why."""
-    kinds = {device.type for device in devices}
+    types = {device.type for device in devices}
     try:
-        if other := kinds - {"cuda", "cpu"}:
-            raise OSError(f"{min(other)} has no energy counter")
+        others = types - {"cuda", "cpu"}
+        if others:
+            raise OSError(f"{min(others)} has no energy counter")
         gpus = _gpus(sorted({device.index or 0 for device in devices if device.type == "cuda"}))
-        return EnergyMeter([*gpus, *(_zones(root) if "cpu" in kinds else [])])
+        return EnergyMeter([*gpus, *(_zones(root) if "cpu" in types else [])])
     except (OSError, ValueError) as error:
         return EnergyMeter([], str(error))
 
@@ -352,21 +354,19 @@ def _gpus(indices: Sequence[int]) -> list[Counter]:
         torch.cuda.synchronize(index)  # the GPU finishes its queued work first
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-    found = []
+    counters = []
     try:
         nvml.nvmlInit()
         for index in indices:
             uuid = str(torch.cuda.get_device_properties(index).uuid)
-            handle = nvml.nvmlDeviceGetHandleByUUID(
-                uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-            )
-            found.append(
-                Counter(f"NVML {nvml.nvmlDeviceGetName(handle)}", partial(joules, handle, index))
-            )
+            uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+            handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            name = f"NVML {nvml.nvmlDeviceGetName(handle)}"
+            counters.append(Counter(name, partial(joules, handle, index)))
     # a build of torch for other GPUs has no UUIDs
     except (nvml.NVMLError, AttributeError) as error:
         raise OSError(f"NVML: {error}") from None
-    return found
+    return counters
 
 
 def _zones(root: Path) -> list[Counter]:
@@ -377,13 +377,14 @@ def _zones(root: Path) -> list[Counter]:
     def joules(file: Path) -> float:
         return int(file.read_text()) / 1e6
 
-    found = []
+    counters = []
     for folder in sorted(root.glob("intel-rapl:*")):  # AMD's zones have this name too
         name = (folder / "name").read_text().strip()
         if name.startswith("package") or name == "dram":
             restart = joules(folder / "max_energy_range_uj")
-            found.append(Counter(f"RAPL {name}", partial(joules, folder / "energy_uj"), restart))
-            found[-1].read()  # on most machines root alone may read it
-    if not any("package" in counter.name for counter in found):
+            counter = Counter(f"RAPL {name}", partial(joules, folder / "energy_uj"), restart)
+            counter.read()  # on most machines root alone may read it
+            counters.append(counter)
+    if not any("package" in counter.name for counter in counters):
         raise OSError("no RAPL counters")
-    return found
+    return counters

@@ -49,9 +49,10 @@ class Setting:
         error messages. Raises SpecgenError if the value has the wrong type or is out of bounds.
         """
         if isinstance(self.default, bool):
-            if (found := _BOOLEANS.get(str(value).strip().lower())) is None:
+            text = str(value).strip().lower()
+            if text not in _BOOLEANS:
                 raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
-            return found
+            return _BOOLEANS[text]
         if self.word is not None and value == self.word:
             return self.word
         if self.word is None and isinstance(self.default, str):
@@ -62,20 +63,15 @@ class Setting:
                     f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}"
                 )
             return str(value)
-        kind = (
-            int
-            if isinstance(self.default, int) or (self.word is not None and not self.fractional)
-            else float
-        )
+        is_whole = isinstance(self.default, int) or (self.word is not None and not self.fractional)
+        number: int | float
         try:
             if isinstance(value, bool):
                 raise ValueError
-            number: int | float = kind(str(value).strip())
+            number = int(str(value).strip()) if is_whole else float(str(value).strip())
         except ValueError:
-            wanted = (
-                "a "
-                f"{'whole ' if kind is int else ''}number{f' or {self.word}' if self.word else ''}"
-            )
+            wanted = "a whole number" if is_whole else "a number"
+            wanted += f" or {self.word}" if self.word else ""
             raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
         if not self.low <= number <= self.high:  # false for NaN too
             raise SpecgenError(
@@ -143,10 +139,6 @@ def written(name: str, settings: Mapping[str, Value]) -> str:
 
 def written_value(value: Value) -> str:
     """Writes a setting's value as users write it: `true`, `0.4`."""
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

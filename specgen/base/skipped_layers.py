@@ -29,19 +29,20 @@ class SkippedLayers:
         """
         skipped: dict[str, set[int]] = {"a": set(), "m": set()}
         for part in text.split("+"):
-            found = _SKIPPED.fullmatch(part.strip())
-            if found is None:
+            match = _SKIPPED.fullmatch(part.strip())
+            if match is None:
                 raise SpecgenError(
                     f"skip is {text!r}",
                     "Write layers as 3+5a+7m (a: its attention alone, m: its MLP alone), or auto",
                 )
-            if int(found[1]) >= layers:
+            layer = int(match[1])
+            if layer >= layers:
                 raise SpecgenError(
-                    f"skip names layer {int(found[1])}",
+                    f"skip names layer {layer}",
                     f"The target has the layers 0 to {layers - 1}",
                 )
-            for block in found[2] or "am":
-                skipped[block].add(int(found[1]))
+            for block in match[2] or "am":
+                skipped[block].add(layer)
         return cls(frozenset(skipped["a"]), frozenset(skipped["m"]))
 
     def __str__(self) -> str:

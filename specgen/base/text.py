@@ -111,8 +111,9 @@ def json_line(content: Mapping[str, Any]) -> bytes:
     return (text + "\n").encode("utf-8")
 
 
-def _escape(found: re.Match[str]) -> str:
-    return _REPLACED if ord(found[0]) in _SURROGATES else json.dumps(found[0])[1:-1]
+def _escape(match: re.Match[str]) -> str:
+    character = match[0]
+    return _REPLACED if ord(character) in _SURROGATES else json.dumps(character)[1:-1]
 
 
 def argument_text(text: str) -> str:

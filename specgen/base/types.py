@@ -20,13 +20,16 @@ LARGEST = 1 << 40  # tokens that `SamplingParams` may name
 BACKENDS = ("auto", "native", "transformers")  # whose forward pass runs
 QUANTISED = ("int8", "int4")  # what a draft model's weights can be rounded to
 DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --draft-dtype
-# The phases of a round, by which its seconds are reported. - prefill: the target's pass over the
-# prompt. - draft: drafting, without the time in `policy`. In PEARL it is the time spent waiting for
-# drafts. - policy: the length policy (the decision after each token, the update after verification)
-# and the acceptance predictor; EESD's Table 8 calls it sampling. On a GPU only the time to start
-# the predictor's kernels: waiting for them would slow drafting. In PEARL only the update, because
-# the decisions are made during the target's pass. - verify: the target's pass. sample: accepting
-# tokens and choosing the target's own. other: the rest.
+# The phases of a round, by which its seconds are reported:
+# - prefill: the target's pass over the prompt
+# - draft: drafting, without the time in `policy`; in PEARL the time spent waiting for drafts
+# - policy: the length policy (the decision after each token, the update after verification) and the
+#   acceptance predictor; EESD's Table 8 calls it sampling. On a GPU only the time to start the
+#   predictor's kernels: waiting for them would slow drafting. In PEARL only the update, because the
+#   decisions are made during the target's pass.
+# - verify: the target's pass
+# - sample: accepting tokens and choosing the target's own
+# - other: the rest
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
@@ -152,25 +155,29 @@ class TokenStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The tokens that a drafter proposes, as a tree with one token per node. A chain is a tree
-    without branches.
+    """The tokens that a drafter proposes, as a tree with one token per node: what is verified and
+    recorded. A chain is a tree without branches.
 
     Node i follows node `parents[i]`; parent -1 is the context, so a chain's parents are -1, 0, 1,
-    ... `probs` [n, vocabulary] are the distributions that the first n nodes were drawn from. n is
-    the number of nodes, or, if other nodes follow a chain that was drawn, the length of this chain.
-    None if no node was drawn. `draws` lists the node of each random draw in order (a node drawn
-    twice occurs twice). None: each was drawn once. `log_likelihoods[i]` (nats) is the draft model's
-    joint log-likelihood of the path to node i; empty if the verifier needs none. `entropies` (nats)
-    and `top_probs` (largest probability) describe the draft model's distribution at each node
-    (temperature 1, no penalties, top-k or top-p); both are empty for a drafter without a model.
-    `stop_reason` says in a few words why drafting ended; None only for an empty draft. `logits`
-    [nodes, vocabulary] of the draft model, without penalties, are kept to record how far the models
-    agree; otherwise None. `predicted` has the acceptance probability that the length policy
-    predicted for each token of a chain (each level of a tree), given that all before it are
-    accepted; NaN where it predicted none. Empty for a policy that predicts nothing. Only the first
-    `judged` nodes are candidates for the output (None: all). The target runs the other nodes too,
-    but they are not verified: the drafter learns from the target's logits after them (lookahead
-    decoding).
+    ... `stop_reason` says in a few words why drafting ended; None only for an empty draft. Only the
+    first `judged` nodes are candidates for the output (None: all). The target runs the other nodes
+    too, but they are not verified: the drafter learns from the target's logits after them
+    (lookahead decoding).
+
+    What a verifier needs: `probs` [n, vocabulary] are the distributions that the first n nodes were
+    drawn from. n is the number of nodes, or, if other nodes follow a chain that was drawn, the
+    length of this chain. None if no node was drawn. `draws` lists the node of each random draw in
+    order (a node drawn twice occurs twice). None: each was drawn once. `log_likelihoods[i]` (nats)
+    is the draft model's joint log-likelihood of the path to node i; empty if the verifier needs
+    none.
+
+    What is recorded: `entropies` (nats) and `top_probs` (largest probability) describe the draft
+    model's distribution at each node (temperature 1, no penalties, top-k or top-p); both are empty
+    for a drafter without a model. `logits` [nodes, vocabulary] of the draft model, without
+    penalties, are kept to record how far the models agree; otherwise None. `predicted` has the
+    acceptance probability that the length policy predicted for each token of a chain (each level of
+    a tree), given that all before it are accepted; NaN where it predicted none, and empty for a
+    policy that predicts nothing.
     """
 
     tokens: Sequence[int] = ()
@@ -196,11 +203,9 @@ class Draft:
         """Whether each token follows the token before it. A tree with one node at each level is a
         chain too."""
         line = range(-1, len(self.tokens) - 1)
-        return (
-            self.parents == line
-            if isinstance(self.parents, range)
-            else list(self.parents) == list(line)
-        )
+        if isinstance(self.parents, range):
+            return self.parents == line
+        return list(self.parents) == list(line)
 
     @property
     def levels(self) -> int:
@@ -333,11 +338,9 @@ class Round:
     @property
     def token_ids(self) -> list[int]:
         """The tokens that this round added to the output, in order."""
-        return (
-            self.accepted_ids
-            if self.verdict.token is None
-            else [*self.accepted_ids, self.verdict.token]
-        )
+        if self.verdict.token is None:
+            return self.accepted_ids
+        return [*self.accepted_ids, self.verdict.token]
 
     @property
     def statuses(self) -> tuple[TokenStatus, ...]:
@@ -349,11 +352,12 @@ class Round:
         accepted = set(self.verdict.path)
         last = self.verdict.path[-1] if self.verdict.path else -1
         corrected = self.verdict.source == "correction"
-        return tuple(
-            TokenStatus.ACCEPTED
-            if node in accepted
-            else TokenStatus.REJECTED
-            if corrected and parent == last
-            else TokenStatus.DISCARDED
-            for node, parent in enumerate(self.draft.parents)
-        )
+        statuses = []
+        for node, parent in enumerate(self.draft.parents):
+            if node in accepted:
+                statuses.append(TokenStatus.ACCEPTED)
+            elif corrected and parent == last:
+                statuses.append(TokenStatus.REJECTED)
+            else:
+                statuses.append(TokenStatus.DISCARDED)
+        return tuple(statuses)

@@ -58,7 +58,7 @@ class LoadedModels:
         self.parts = (
             PartStore(target, self._target_runner, self.penalties) if parts is None else parts
         )
-        # of the last run that skipped layers
+        # the layers that the last such run skipped, and its runner
         self._skipping: tuple[str, LayerSkippingRunner] | None = None
         self._kept: dict[type[Kept], Any] = {}
         self._reserved = 0  # tokens
@@ -103,7 +103,7 @@ class LoadedModels:
             runners = self.with_draft_model()
             assert runners is not None
             draft: Any = runners.draft
-            if self.draft.drafts_blocks:
+            if self.draft.drafts_blocks:  # token by token here: see `methods.pearl`
                 draft = self.draft.runner(self.penalties(self.draft.device))
             self._worker = DraftWorker.in_this_process(draft, self.target.device)
         return self._worker
@@ -134,10 +134,10 @@ class LoadedModels:
     def runners(self) -> list[ModelRunner | DraftModelRunner]:
         """Returns the runners of the target and of the draft model, as far as they are loaded in
         this process."""
-        found: list[ModelRunner | DraftModelRunner] = [self._target_runner]
+        runners: list[ModelRunner | DraftModelRunner] = [self._target_runner]
         if self._draft_runner is not None:
-            found.append(self._draft_runner)
-        return found
+            runners.append(self._draft_runner)
+        return runners
 
     # between runs
 

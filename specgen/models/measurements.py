@@ -230,10 +230,9 @@ def _pick_threads(work: Callable[[], Mapping[int, float]]) -> Sample[dict[str, A
 
 
 def _thread_choice(stored: Any) -> tuple[ThreadChoice, dict[int, float]]:
-    seconds = {int(threads): float(each) for threads, each in stored["seconds"].items()}
-    return ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds), pass_times(
-        stored["passes"]
-    )
+    seconds = {int(threads): float(taken) for threads, taken in stored["seconds"].items()}
+    choice = ThreadChoice(int(stored["threads"]), str(stored["reason"]), seconds)
+    return choice, pass_times(stored["passes"])
 
 
 def pass_times(stored: Mapping[Any, Any]) -> dict[int, float]:
@@ -261,7 +260,7 @@ def _path() -> Path:
 def _stored() -> dict[str, dict[str, Any]]:
     """Returns the values in the file by kind and digest; nothing if the file cannot be read."""
     with suppress(OSError, ValueError):
-        found = json.loads(_path().read_text(encoding="utf-8"))
-        if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
-            return found
+        stored = json.loads(_path().read_text(encoding="utf-8"))
+        if isinstance(stored, dict) and all(isinstance(kind, dict) for kind in stored.values()):
+            return stored
     return {}

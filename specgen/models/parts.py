@@ -31,10 +31,12 @@ class PartStore:
     """The trained parts (exit layers and heads) of one target. Opens and loads each once; each has
     KV caches of its own.
 
-    The kinds of parts are `exit`, `medusa`, `eagle` and `glide`. A part is named as in the settings
-    `exit` and `head`: by its path, or by `auto` for the default part of the method's kind. The
-    default part is the one that the user named with --exit-layer or --head, otherwise the one found
-    for this target. `runner` is the target's own runner; parts that need no other hidden states
+    Kinds are `exit` and those of heads (`base.part_kinds`). A part is named as in the settings
+    `exit` and `head`: by its path, or by `auto` for the default part of the method's kind, which is
+    the one that the user named with --exit-layer or --head, otherwise the one found for this
+    target.
+
+    `runner` is the target's own runner; parts that need no other hidden states
     than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`:
     the target is the small model that comes with specgen, with trained parts.
     """
@@ -73,14 +75,14 @@ class PartStore:
         """Returns the default trained part of a kind, such as `exit` or `eagle`: the one that the
         user named, or the one found for the target. None if there is none, or if it cannot be used;
         `refusal` then says why."""
-        found = self._default(kind)
-        return found if isinstance(found, TrainedPart) else None
+        part = self._default(kind)
+        return part if isinstance(part, TrainedPart) else None
 
     def refusal(self, kind: str) -> SpecgenError | None:
         """Returns why the trained part of this kind that was found for the target cannot be used.
         None if it can be used, or if none was found."""
-        found = self._default(kind)
-        return found if isinstance(found, SpecgenError) else None
+        error = self._default(kind)
+        return error if isinstance(error, SpecgenError) else None
 
     def load(self, kind: str, name: str = DEFAULT_PART) -> TrainedPart | None:
         """Returns the trained part of this kind that `name` names, with its weights read and
@@ -112,13 +114,14 @@ class PartStore:
     def has_predictor(self, name: str = DEFAULT_PART) -> bool:
         """Whether the exit layer `name` exists and has a predictor of whether a drafted token is
         accepted."""
-        found = self.load("exit", name)
-        return found is not None and found.has_predictor
+        part = self.load("exit", name)
+        return part is not None and part.has_predictor
 
     def digests(self) -> dict[str, str]:
         """Returns a hash of the files of each default trained part (exit layer or head), by kind.
         Loads no weights."""
-        return {kind: part.digest for kind in _MODULES if (part := self.find(kind)) is not None}
+        parts = {kind: self.find(kind) for kind in _MODULES}
+        return {kind: part.digest for kind, part in parts.items() if part is not None}
 
     def runners(self, kind: str, name: str = DEFAULT_PART) -> Runners | None:
         """Returns the model runners of the target and of the trained part of this kind. `name` is

@@ -171,18 +171,7 @@ class DraftServer:
         if the target has no penalties, or if the runner applies them already.
         """
         if self._runner is None:
-            processor = None
-            if penalties is not None:
-                generation, eos_ids = penalties
-                processor = PenaltyProcessor(
-                    generation, eos_ids, setup.vocab_size, self._model.device
-                )
-            if self._translation is None:
-                self._runner = ModelRunner(self._model, processor)
-            else:
-                self._runner = TranslatedRunner(
-                    ModelRunner(self._model), self._translation, processor
-                )
+            self._runner = self._make_runner(setup.vocab_size, penalties)
         if setup.capacity:
             self._runner.reserve(setup.capacity)
         shared = None
@@ -195,6 +184,17 @@ class DraftServer:
         policy.share(self._learned)
         drafter = ModelDrafter(replace(setup, draft=self._runner))
         self._runs[run] = _Run(context, drafter, policy, shared)
+
+    def _make_runner(self, vocab_size: int, penalties: Any) -> ModelRunner | TranslatedRunner:
+        """Returns a runner of the loaded model that takes and answers in the target's tokens;
+        `penalties` are as in `begin`."""
+        processor = None
+        if penalties is not None:
+            generation, eos_ids = penalties
+            processor = PenaltyProcessor(generation, eos_ids, vocab_size, self._model.device)
+        if self._translation is None:
+            return ModelRunner(self._model, processor)
+        return TranslatedRunner(ModelRunner(self._model), self._translation, processor)
 
     @inference
     def draft(
@@ -218,17 +218,17 @@ class DraftServer:
         """
         own_start = time.thread_time()
         start = time.perf_counter()
-        of_run = self._runs[run]
-        policy = of_run.policy
+        active = self._runs[run]
+        policy = active.policy
         if committed:
-            of_run.context.extend(committed)
+            active.context.extend(committed)
         for drafted, accepted in observed:
             policy.observe(drafted, accepted)
         state = policy.state() if policy.learns_from_tokens else None
-        draft = of_run.drafter.propose(of_run.context, policy, limit, unverified, self.show)
+        draft = active.drafter.propose(active.context, policy, limit, unverified, self.show)
         draft = draft.with_predictions(policy.predictions)
-        if of_run.shared is not None:
-            draft = of_run.shared.write(slot, draft)
+        if active.shared is not None:
+            draft = active.shared.write(slot, draft)
         return draft, time.perf_counter() - start, time.thread_time() - own_start, state
 
     def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:

@@ -144,11 +144,8 @@ class DraftWorker:
     def leave(self, run: object) -> None:
         """Ends a run; does nothing if it has not begun. When no run is active, this process gets
         back its number of CPU threads."""
-        if (
-            self._region_ends.pop(run, None) is not None
-            and not self._region_ends
-            and self.threads is not None
-        ):
+        has_begun = self._region_ends.pop(run, None) is not None
+        if has_begun and not self._region_ends and self.threads is not None:
             torch.set_num_threads(self._threads_before)
 
     def forget(self) -> None:
@@ -187,7 +184,8 @@ class WorkerDrafter:
         self._shared = SharedDrafts(setup, window)
         self._run = next(_RUNS)
         self._slot = 0
-        # those without an answer: for the beginning of the run, and for a draft
+        self._sent = 0  # tokens of the context that the worker knows
+        # requests without an answer: for the beginning of the run, and for a draft
         self._requests: list[Any] = []
 
     def ready(self) -> None:
@@ -196,17 +194,28 @@ class WorkerDrafter:
     def prefill(self, context: Context) -> None:
         self._channel = self._worker.ready()
         offset = self._worker.enter(self, self._shared)
-        given = self._decides, self._setup.for_worker, self._window, offset, self._worker.penalties
-        self._requests = [self._channel.send("begin", self._run, list(context.ids), *given)]
-        self._known = len(context)
+        request = self._channel.send(
+            "begin",
+            self._run,
+            list(context.ids),
+            self._decides,
+            self._setup.for_worker,
+            self._window,
+            offset,
+            self._worker.penalties,
+        )
+        self._requests = [request]
+        self._sent = len(context)
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:
         self._slot = 1 - self._slot
-        committed = context.ids[self._known :]
+        committed = context.ids[self._sent :]
         observed = list(self._mirror.observed)
-        given = committed, list(unverified), observed, limit, self._slot
-        self._requests.append(self._channel.send("draft", self._run, *given))
-        self._known = len(context)
+        request = self._channel.send(
+            "draft", self._run, committed, list(unverified), observed, limit, self._slot
+        )
+        self._requests.append(request)
+        self._sent = len(context)
         self._mirror.observed.clear()
 
     def first(self, count: int) -> list[int]:
