@@ -24,6 +24,8 @@ from specgen.base.settings import written
 from specgen.base.types import SamplingParams
 from specgen.cli.options import DecodingGroup
 from specgen.methods.base import DRAFT_MODEL
+from specgen.pair import profile_search
+from specgen.pair.profile_place import FILE, default_folder, profile_key_of
 from specgen.view.progress import Progress
 from specgen.workers.process import DraftProcess, is_possible
 
@@ -185,9 +187,7 @@ def find_profile(
     any_draft_dtype: bool = False,
 ) -> Profile | None:
     """Returns the profile that `pair.profile_search.find` finds; tells `note` why it finds none."""
-    from specgen.pair.profile_search import find
-
-    profile, why_not = find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
+    profile, why_not = profile_search.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
     if why_not:
         note(why_not)
     return profile
@@ -220,7 +220,6 @@ def _tuned_in(folder: Path, drafts: Sequence[Found]) -> Found | None:
     """Returns the one of the draft models that the profile in the folder is for; None if it is for
     none of them."""
     from specgen.pair import profile as profiles  # imports pydantic
-    from specgen.pair.profile_place import FILE
 
     if not (folder / FILE).is_file():
         return None
@@ -234,8 +233,6 @@ def _tuned_in(folder: Path, drafts: Sequence[Found]) -> Found | None:
 def _latest_tuned(pair: Pair, drafts: Sequence[Found], sampling: SamplingParams) -> Found | None:
     """Returns the one of the draft models that the target's latest profile is for; None if it is
     for the pair's own draft, or if there is no profile."""
-    from specgen.pair.profile_place import FILE, default_folder, profile_key_of
-
     key = profile_key_of(pair)
     tuned = None
     latest = 0.0

@@ -40,6 +40,7 @@ from specgen.cli.options import (
 )
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import load_prompts
+from specgen.pair.profile_place import default_folder, profile_key_of
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Deadline, Objective, TuningRequest
 from specgen.view import pair_report as view
@@ -282,7 +283,6 @@ def _tune(
     it could not be written.
     """
     from specgen.pair import profile as profiles
-    from specgen.pair.profile_place import default_folder, profile_key_of
     from specgen.tune.profile import from_outcome
     from specgen.tune.rounding_cost import rounding_cost
     from specgen.tune.tuner import tune
