@@ -157,7 +157,7 @@ class BlockObjective(LayerObjective):
         tensors = (
             self.parameters
             if torch.is_grad_enabled()
-            else {name: each.detach() for name, each in self.parameters.items()}
+            else {name: weight.detach() for name, weight in self.parameters.items()}
         )
         # in training, the head reads what the target computes with these
         names = "embedding_scale", "logit_scale", "logit_cap"
@@ -214,9 +214,10 @@ class BlockObjective(LayerObjective):
         rotation = table.gather(batch.positions.flatten(), end > (table.long_boundary or end), end)[
             :, None
         ]
-        found = layers.keys_values(layers.reduced(states.features.flatten(0, 1)).float(), rotation)
-        found = found.view(sequences, tokens, *found.shape[1:])
-        for layer, own in zip(layers.layers, found.unbind(2), strict=True):
+        reduced = layers.reduced(states.features.flatten(0, 1)).float()
+        keys_values = layers.keys_values(reduced, rotation)
+        keys_values = keys_values.view(sequences, tokens, *keys_values.shape[1:])
+        for layer, own in zip(layers.layers, keys_values.unbind(2), strict=True):
             keys, values = own.transpose(1, 3).unbind(2)  # [sequences, kv heads, tokens, head size]
             assert isinstance(layer.mixer, ContextAttention)
             layer.mixer.context = keys, values
@@ -278,9 +279,9 @@ class MedusaObjective(HeadObjective):
         return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
-        found = {name: weight.detach() for name, weight in self.parameters.items()}
-        blocks = [[(found[f"{head}.weight"], found[f"{head}.bias"])] for head in range(HEADS)]
-        lm_heads = (
-            [found[f"{head}.lm_head"] for head in range(HEADS)] if self._has_lm_heads else None
-        )
+        trained = {name: weight.detach() for name, weight in self.parameters.items()}
+        blocks = [[(trained[f"{head}.weight"], trained[f"{head}.bias"])] for head in range(HEADS)]
+        lm_heads = None
+        if self._has_lm_heads:
+            lm_heads = [trained[f"{head}.lm_head"] for head in range(HEADS)]
         return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)

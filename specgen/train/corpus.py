@@ -32,12 +32,10 @@ _FORM = 'Write {"text": "..."} on each line'
 _CHAT_FORM = (
     'Write {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."} on each line'
 )
-# a plain text file is cut into at least so many pieces, unless they would be shorter than the
-# minimum:
+# a plain text file is cut into at least so many pieces, unless they would be too short
 _PIECES = 64
-# characters
-_MIN_PIECE = 500
-_MAX_PIECE = 20_000
+_MIN_PIECE = 500  # characters
+_MAX_PIECE = 20_000  # characters
 
 
 class Part(IntEnum):

@@ -106,16 +106,18 @@ class DraftBatches(TrainingBatches):
         context_limit: int,
     ) -> None:
         self._translation = translation
-        compared = [comparisons(translation, each, _MIN_MASS) for each in texts]
-        self.top_k_ids = torch.cat([each.top_k_ids for each in compared])
-        self.top_k_log_probs = torch.cat([each.log_probs for each in compared])
-        starts = accumulate((len(each.after) for each in compared), initial=0)
+        compared = [comparisons(translation, text, _MIN_MASS) for text in texts]
+        self.top_k_ids = torch.cat([comparison.top_k_ids for comparison in compared])
+        self.top_k_log_probs = torch.cat([comparison.log_probs for comparison in compared])
+        starts = accumulate((len(comparison.after) for comparison in compared), initial=0)
         taught = []
-        for each, start in zip(compared, starts, strict=False):
-            teacher = torch.full_like(each.ids, IGNORED)
-            teacher[each.after] = torch.arange(start, start + len(each.after))
-            taught.append((each.ids.tolist(), teacher.tolist()))
-        longer = sum(len(ids) for ids, _ in taught) / sum(len(each.text.ids) for each in texts)
+        for comparison, start in zip(compared, starts, strict=False):
+            teacher = torch.full_like(comparison.ids, IGNORED)
+            teacher[comparison.after] = torch.arange(start, start + len(comparison.after))
+            taught.append((comparison.ids.tolist(), teacher.tolist()))
+
+        of_target = sum(len(text.text.ids) for text in texts)
+        longer = sum(len(ids) for ids, _ in taught) / of_target
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
@@ -186,10 +188,10 @@ class DraftObjective(Objective):
         untrained draft."""
         recipe = self.task.recipe
         corpus = self.task.corpus
-        found = list[PredictedText]()
+        predictions = list[PredictedText]()
         for text in texts:
             self.task.stop_if_requested()
-            found.append(predicted(self.target, text))
+            predictions.append(predicted(self.target, text))
         rng = Random(f"read {recipe.seed}")
         length = min(recipe.window, self.target.context_limit)
         end = (
@@ -201,10 +203,11 @@ class DraftObjective(Objective):
                     break
                 self.task.stop_if_requested()
                 ids = corpus.sample(rng, length, parts=NOT_HELD_OUT)
-                found.append(predicted(self.target, Text(ids, len(ids), False, Part.TRAIN)))
+                read = Text(ids, len(ids), False, Part.TRAIN)
+                predictions.append(predicted(self.target, read))
         self.target.model.free_weights()
-        taught = [each for each in found if each.text.part == Part.TRAIN]
-        self._held_out = [each for each in found if each.text.part == Part.HELD_OUT]
+        taught = [text for text in predictions if text.text.part == Part.TRAIN]
+        self._held_out = [text for text in predictions if text.text.part == Part.HELD_OUT]
         self.batches = DraftBatches(
             self.task, taught, self.draft.translation, self.draft.context_limit
         )
@@ -251,24 +254,22 @@ class DraftObjective(Objective):
         It is measured on the generated tokens of held-out texts; None where there are no such
         tokens. A draft with another tokenizer reads a text as in drafting (see `translate`).
         """
-        held_out = {id(each.text): each for each in self._held_out}
+        predictions = {id(predicted.text): predicted for predicted in self._held_out}
 
         def ranks_of(text: Text) -> Tensor:
-            found = comparisons(
-                self.draft.translation, held_out[id(text)], 0.0, only_generated=True
+            compared = comparisons(
+                self.draft.translation, predictions[id(text)], 0.0, only_generated=True
             )
             limit = self.draft.context_limit
-            logits = self.next_logits(found.ids[:limit])
-            inside = found.after < limit
-            best = (
-                logits[found.after[inside]]
-                .cpu()
-                .index_fill(-1, self.off_overlap, -torch.inf)
-                .argmax(dim=-1)
+            logits = self.next_logits(compared.ids[:limit])
+            inside = compared.after < limit
+            on_overlap = (
+                logits[compared.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf)
             )
-            return (best != found.top_k_ids[inside, 0])[:, None].long()
+            return (on_overlap.argmax(dim=-1) != compared.top_k_ids[inside, 0])[:, None].long()
 
-        return first_shares(held_out_agreement([each.text for each in self._held_out], ranks_of)[0])
+        texts = [predicted.text for predicted in self._held_out]
+        return first_shares(held_out_agreement(texts, ranks_of)[0])
 
     @inference
     def next_logits(self, ids: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ class ExitObjective(Objective):
         forward_pass = batch.forward_pass()
         hidden = self._first_layers(forward_pass)
         with self.autocast():
-            found = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
-        return found, (batch.labels.flatten(),)
+            states = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
+        return states, (batch.labels.flatten(),)
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         with self.autocast():

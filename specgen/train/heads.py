@@ -175,8 +175,8 @@ class HeadObjective(Objective):
         return self.begin(made, texts, NOT_HELD_OUT)
 
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        found, labels = self.predictions(batch, rng)
-        return found.outputs, labels
+        predictions, labels = self.predictions(batch, rng)
+        return predictions.outputs, labels
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
         depths, top_k_ids, log_probs = labels
@@ -195,14 +195,15 @@ class HeadObjective(Objective):
         """
         states = self.states(batch)
         with self.autocast():
-            found = self.predict(batch, states, rng)
+            predictions = self.predict(batch, states, rng)
         with torch.no_grad():
             pieces = torch.split(states.hidden.flatten(0, 1), self.rows)
             labels = [most_probable(self.target_logits(piece)) for piece in pieces]
         of_rows = (
-            torch.cat(parts).index_select(0, found.sources) for parts in zip(*labels, strict=True)
+            torch.cat(parts).index_select(0, predictions.sources)
+            for parts in zip(*labels, strict=True)
         )
-        return found, (found.depths, *of_rows)
+        return predictions, (predictions.depths, *of_rows)
 
     @torch.no_grad()
     def ranks_of(self, text: Text) -> Tensor:
@@ -237,13 +238,11 @@ class HeadObjective(Objective):
         sequences, tokens = batch.ids.shape
         cache = self.model.batch_cache(sequences) if self.reads_cache else None
         forward_pass = batch.forward_pass()._replace(cache=cache)
-        found = self.model.batch(
-            forward_pass, taps=[*self.taps, self.num_layers], with_head=False
-        ).features
-        assert found is not None
-        features, hidden = torch.split(
-            found.float(), [len(self.taps) * self.width, self.width], dim=-1
-        )
+        taps = [*self.taps, self.num_layers]
+        tapped = self.model.batch(forward_pass, taps=taps, with_head=False).features
+        assert tapped is not None
+        sizes = [len(self.taps) * self.width, self.width]
+        features, hidden = torch.split(tapped.float(), sizes, dim=-1)
         states = TargetStates(features, hidden, self.model.embeddings(batch.ids).float())
         if cache is None:
             return states
@@ -273,8 +272,8 @@ def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
     """
     tokens = batch.ids.shape[1]
     same = batch.segments[:, distance:] == batch.segments[:, : tokens - distance]
-    found = F.pad(same & (batch.labels[:, distance:] != IGNORED), (0, distance))
-    first = found.flatten().nonzero()[:, 0]
+    is_first = F.pad(same & (batch.labels[:, distance:] != IGNORED), (0, distance))
+    first = is_first.flatten().nonzero()[:, 0]
     return first, first + distance
 
 

@@ -88,7 +88,8 @@ def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatc
     for sample in samplers:
         tokens: list[tuple[int, ...]] = []  # the values of the fields for each token
         segment = 0
-        while (left := window - len(tokens)) > 0:
+        while len(tokens) < window:
+            left = window - len(tokens)
             text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
             labels = [*text[1:], IGNORED]
             tokens += [
@@ -468,8 +469,9 @@ def held_out_agreement(
         text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)
     ]
     for name, is_greedy in (("greedy", True), ("sampled", False)):
-        if found := [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]:
-            table = torch.cat(found)
+        ranks = [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]
+        if ranks:
+            table = torch.cat(ranks)
             is_right = (table == 0).cumprod(dim=1)
             is_reached = torch.nn.functional.pad(is_right[:, :-1], (1, 0), value=1) * (table >= 0)
             counts = zip(is_right.sum(dim=0).tolist(), is_reached.sum(dim=0).tolist(), strict=True)

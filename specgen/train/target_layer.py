@@ -42,10 +42,10 @@ def layer_config(target: LoadedModel, layers: int = 1) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     if isinstance(shape, Architecture):
-        biased_qkv = shape.qkv_bias and not shape.output_bias
-        config["model_type"] = (
-            "qwen3" if shape.qk_norm == "head" else "qwen2" if biased_qkv else "llama"
-        )
+        if shape.qk_norm == "head":
+            config["model_type"] = "qwen3"
+        elif shape.qkv_bias and not shape.output_bias:
+            config["model_type"] = "qwen2"
         config["hidden_act"] = _ACTIVATIONS[shape.activation]
         config["rms_norm_eps"] = shape.norm_eps
         config["attention_bias"] = shape.output_bias

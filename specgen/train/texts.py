@@ -290,7 +290,8 @@ class TextGeneration:
 
     def _load(self) -> None:
         """Reads what an interrupted process stored. Raises SpecgenError if a file is damaged."""
-        while (path := self._path()).is_file():
+        while self._path().is_file():
+            path = self._path()
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 self.seconds = float(content["seconds"])
