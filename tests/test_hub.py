@@ -388,6 +388,9 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
         specgen.load(str(place / "big"), find="untried", device="cpu", dtype="float32") as pair,
         ExitStack() as opened,
     ):
+        tuned = with_tuned_draft(pair, GREEDY, None, options)
+        assert tuned.draft is not None
+        assert tuned.draft.name == str(place / "small")
         again = replace(task, deadline=Deadline.after(400, count().__next__))
         late = tuner.tune(pair, again, Mock(), [Mock(side_effect=AssertionError)])
         assert "time was short" in late.left_out["other drafts"]

@@ -186,8 +186,13 @@ def test_a_value_holds_for_all_that_changes_a_pass(
 ) -> None:
     target = copy(near.target)
     got(near.measurements, source=Source())
-    if changed in ("exact", "backend", "dtype_name"):
-        setattr(target, changed, True if changed == "exact" else "another")
+    if changed == "exact":
+        source = replace(target.files.source, exact=True)
+        target.files = replace(target.files, source=source)
+    elif changed == "backend":
+        target.files = replace(target.files, architecture=None)
+    elif changed == "dtype_name":
+        target.precision = replace(target.precision, dtype=torch.float16)
     elif changed == "threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     elif changed == "cores":
