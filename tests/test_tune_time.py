@@ -189,11 +189,14 @@ def test_what_counts_as_far_behind() -> None:
         figures.phase_seconds |= {"verify": seconds, "prefill": prefill}
         return found.is_behind(name, figures)
 
-    assert not behind("sd", 3, 4.7), "two more tokens in this time would be enough"
-    assert behind("sd", 3, 4.8)
+    assert not behind("sd", 3, 14.2), "twelve more tokens in this time would be enough"
+    assert behind("sd", 3, 14.3)
+    assert not behind("lookahead", 3, 4.7), "two more would be enough"
+    assert behind("lookahead", 3, 4.8)
     assert not behind("mtad", 3, 1000.0)
     found.note("sd", 2.0)
-    assert behind("sd", 3, 3.6)
+    assert behind("sd", 3, 10.8)
+    assert not behind("sd", 3, 10.6)
     for name, strikes in (("sd", 4), ("lookahead", 1)):
         found.note(name, 0.1)
         for _ in range(strikes):

@@ -18,6 +18,8 @@ MOST_LIKELY = 3  # methods that are really run first, besides plain decoding and
 BEHIND = 0.7  # settings that are slower than this share of the fastest known ones are far behind
 # tokens: a simulation is ended when even with so many more accepted ones it would be far behind
 SLACK = 2
+# for chains, so that some rejected drafts at the beginning do not end it
+LARGER_SLACK = 12
 STRIKES = 4  # settings in a row that were far behind, after which a method is given up
 
 
@@ -110,7 +112,8 @@ class Prospects:
 
     def is_behind(self, name: str, figures: Figures) -> bool:
         """Whether a simulation with these figures so far is far behind, even with `SLACK` more
-        tokens in the same time."""
+        tokens in the same time; with `LARGER_SLACK` where it costs little."""
         seconds = figures.seconds - figures.phase_seconds["prefill"]
-        tokens = figures.new_tokens + SLACK
+        slack = LARGER_SLACK if METHODS[name].tuning.recorded else SLACK
+        tokens = figures.new_tokens + slack
         return seconds > 0 and tokens * self._token_seconds / seconds < self.floor(name)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from pair_helpers import runners
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import specgen
@@ -111,7 +110,10 @@ class ForwardClock:
 
     def __init__(self, pair: specgen.Pair) -> None:
         self.seconds = 0.0
-        both_runners = [runner for runner in runners(pair) if runner is not None]
+        loaded = pair.models.with_draft_model() or pair.models.plain()
+        both_runners: list[Any] = [loaded.target]
+        if loaded.draft is not None:
+            both_runners.append(loaded.draft)
         if pair.parts.find("exit") is not None:
             both = pair.parts.runners("exit")
             assert both is not None

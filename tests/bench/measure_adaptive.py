@@ -208,7 +208,7 @@ class Measurement:
 
     def _simulate(self, simulator: Simulator, given: Given, costs: Costs) -> Figures:
         method = methods.find(self._method)
-        simulator.costs = {kind: costs.as_table() for kind in ("echo", method.cost_kind)}
+        simulator.costs = {kind: costs.as_table() for kind in ("echo", method.tuning.cost_kind)}
         return simulator.run(method.name, given)
 
     def _show_real(

@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from pair_helpers import pass_costs
 
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import Prompt, load_prompts
+from specgen.methods.pass_times import PassTimes
 from specgen.pair.figures import Figures
 
 PLAIN = "ar"
@@ -137,9 +137,8 @@ def main() -> None:
     options = {name: getattr(given, name) for name in ("device", "draft_device", "dtype")}
     with specgen.load(given.target, given.draft, **options) as pair:
         pair.warm_up()
-        costs = pass_costs(
-            pair, len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2, sampling
-        )
+        length = len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2
+        costs = pair.models.kept(PassTimes).costs(length, sampling)
         print(
             f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, "
             f"{torch.get_num_threads()} CPU threads; "

@@ -75,7 +75,8 @@ def main() -> None:
         request = TuningRequest(known, sampling, Deadline(start + options.budget))
         tuner = Tuner(pair, request, Steps())
         chosen = tuner.select()
-        simulator, acceptance = tuner.measure(pair, chosen, tuner.record(), request.deadline)
+        references = tuner.try_likeliest(chosen)
+        simulator, acceptance = tuner.measure(pair, chosen, references, request.deadline)
         candidates = tuner.confirm(pair, tuner.choose(simulator, chosen))
         outcome = outcome_of(simulator, candidates, request, tuner.left_out, acceptance)
         print(
