@@ -24,6 +24,7 @@ from specgen.tune.outcome import Candidate
 
 GOLDEN = Path(__file__).parent / "golden" / "exports.json"
 NAMES = ("org/a target", "org/the: draft")  # with characters that need quotes
+PLAIN = Candidate("ar", {}, 100.0, 100.0, 1.0)
 TUNED: Any = {found.name: found for found in outcome().methods}
 
 
@@ -145,6 +146,12 @@ def test_the_plain_lines_for_transformers_run(
         prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text
     )
     assert note.startswith("plain decoding is the fastest here")
+
+
+def test_the_best_method_beside_plain_decoding_is_named_with_its_speed() -> None:
+    slower = Candidate("sd", {"k": 3}, 90.0, measured=90.0, speedup=0.9)
+    _, notes = export("vllm", {"ar": PLAIN, "sd": slower}, "ar", *NAMES)
+    assert "the best of what it has is sd, 0.90 times plain decoding here" in notes[-1]
 
 
 if __name__ == "__main__":
