@@ -83,28 +83,6 @@ def derive_seed(seed: int, role: str) -> int:
     return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
-class Verifying(Protocol):
-    """The interface of the target's runner that a run uses."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def logits(
-        self,
-        context: Context,
-        draft: Sequence[int] = (),
-        parents: Sequence[int] | None = None,
-        *,
-        start: int = 0,
-    ) -> ModelOutput:
-        """Returns the target's logits; see `DraftRunner.logits`."""
-        ...
-
-    def cached_tokens(self, context: Context) -> int:
-        """Returns how many tokens of the context the KV cache holds."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The models and parameters from which the drafter, the verifier and the schedule of one run

@@ -160,8 +160,8 @@ class LengthPolicy:
         """
 
     def share(self, learned: dict[Hashable, Any]) -> None:
-        """Goes on with what earlier runs have learned, and adds to it. Called before the first
-        draft.
+        """Takes over what earlier runs have learned. What this run learns is added to it. Called
+        before the first draft.
 
         `learned` has this under keys of the policies' own. It belongs to the process in which the
         policy decides.

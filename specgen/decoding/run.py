@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
-from specgen.decoding.drafting import Drafter, LearningDrafter, Verifying
+from specgen.decoding.drafting import Drafter, LearningDrafter
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.verification import Verifier, with_agreement
 from specgen.engine.devices import device_timer, inference
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
+    from specgen.engine.model_runner import VerifyingRunner
     from specgen.engine.text.tokenizer import Tokenizer
 
 NO_SETTINGS = Settings(None, {})
@@ -162,7 +163,7 @@ class Run:
     """
 
     context: Context
-    target: Verifying
+    target: VerifyingRunner
     drafter: Drafter
     policy: LengthPolicy
     verifier: Verifier

@@ -52,26 +52,8 @@ class DraftTraits(NamedTuple):
 TOKEN_BY_TOKEN = DraftTraits()
 
 
-class DraftRunner(Protocol):
-    """The interface of a model runner that drafting uses.
-
-    `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that
-    the model has embeddings for, `vocab_size` the number of logits per position. A runner may also
-    have a method `room(context)`, which replaces the usual rule for how many tokens fit after a
-    context.
-    """
-
-    @property
-    def traits(self) -> DraftTraits: ...
-
-    @property
-    def context_limit(self) -> int: ...
-
-    @property
-    def num_embeddings(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
+class LogitsRunner(Protocol):
+    """Runs a model on one sequence, on `device`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -93,6 +75,36 @@ class DraftRunner(Protocol):
         ...
 
 
+class VerifyingRunner(LogitsRunner, Protocol):
+    """The interface of the target's runner that a run uses."""
+
+    def cached_tokens(self, context: Context) -> int:
+        """Returns how many tokens of the context the KV cache holds."""
+        ...
+
+
+class DraftRunner(LogitsRunner, Protocol):
+    """The interface of a model runner that drafting uses.
+
+    `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that
+    the model has embeddings for, `vocab_size` the number of logits per position. A runner may also
+    have a method `room(context)`, which replaces the usual rule for how many tokens fit after a
+    context.
+    """
+
+    @property
+    def traits(self) -> DraftTraits: ...
+
+    @property
+    def context_limit(self) -> int: ...
+
+    @property
+    def num_embeddings(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
 class KeptDraftRunner(DraftRunner, Protocol):
     """A draft runner whose KV caches stay between runs."""
 
@@ -104,12 +116,8 @@ class KeptDraftRunner(DraftRunner, Protocol):
         """Empties the KV caches, so that the next call runs its whole context."""
 
 
-class TargetRunner(KeptDraftRunner, Protocol):
+class TargetRunner(KeptDraftRunner, VerifyingRunner, Protocol):
     """The interface of a target's runner."""
-
-    def cached_tokens(self, context: Context) -> int:
-        """Returns how many tokens of the context the KV cache holds."""
-        ...
 
 
 class AcceptancePredictor(Protocol):

@@ -6,36 +6,26 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.base import Grid, PartMethod, Tuning, make_run
+from specgen.methods.base import Grid, Tuning
 from specgen.methods.model_drafts import (
     ADAPTIVE_GRID,
     CAPE,
     CAPE_GRID,
     HEAD,
     SVIP_GRID,
-    model_drafter,
+    HeadMethod,
     tree_settings,
 )
-
-if TYPE_CHECKING:
-    from specgen.decoding.run import Run
-    from specgen.methods.base import Request
-    from specgen.models.models import Models
-
 
 _CHAIN: Grid = {"width": (1,)}
 
 
-class Eagle(PartMethod):
+class Eagle(HeadMethod):
     name = "eagle"
     paper = "EAGLE-2 and EAGLE-3, Li et al. 2024, 2025"
     needs = "eagle"
-    policy = "fixed"
-    any_policy = True
-    signals = DRAFT_SIGNALS
     settings: ClassVar = tree_settings(4, 10, 10) | CAPE | HEAD
     defaults: ClassVar = {"svip": {"every": 2}}
     tuning = Tuning(
@@ -49,7 +39,3 @@ class Eagle(PartMethod):
             {**_CHAIN, **SVIP_GRID},
         ),
     )
-
-    def start(self, models: Models, request: Request) -> Run:
-        setup = self.setup(models, request)
-        return make_run(models, request, setup, model_drafter(setup, request.settings))

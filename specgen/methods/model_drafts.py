@@ -8,7 +8,7 @@ from specgen import decoding
 from specgen.base.part_kinds import DEFAULT_PART
 from specgen.base.settings import Setting, Settings
 from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.base import ADAPTIVE, DraftModelMethod, Grid, Tuning, make_run
+from specgen.methods.base import ADAPTIVE, DraftModelMethod, Grid, PartMethod, Tuning, make_run
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
@@ -73,6 +73,19 @@ def _number(settings: Settings, name: str) -> int | None:
     """Returns the value of a setting; None if it is `auto`, or if there is no such setting."""
     value = settings.values.get(name, "auto")
     return None if value == "auto" else int(value)
+
+
+class HeadMethod(PartMethod):
+    """Base of the methods whose trained part drafts token by token, or level by level, as a model
+    does."""
+
+    policy: ClassVar[str | None] = "fixed"
+    any_policy = True
+    signals = DRAFT_SIGNALS
+
+    def start(self, models: Models, request: Request) -> Run:
+        setup = self.setup(models, request)
+        return make_run(models, request, setup, model_drafter(setup, request.settings))
 
 
 class ChainMethod(DraftModelMethod):

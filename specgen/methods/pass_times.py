@@ -40,7 +40,7 @@ _STEPS = 30
 _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
 _ROUGH_STEPS = 5
-_SHORTEST = 1e-9  # seconds of a pass, also on a clock that stands
+_SHORTEST = 1e-9  # seconds; the least time of a pass, also where the clock shows none
 
 
 class PassTimes:

@@ -14,7 +14,7 @@ from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import SamplingParams
 from specgen.decoding.run import Schedule, Turns
 from specgen.engine.loaded_model import DraftModelRunner, LoadedModel
-from specgen.engine.model_runner import ModelRunner, Runners, run_some_passes
+from specgen.engine.model_runner import DraftRunner, ModelRunner, Runners, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner
 from specgen.engine.penalties import PenaltyProcessor
@@ -100,17 +100,14 @@ class LoadedModels:
         if self.draft is None:
             return None
         if self._worker is None:
-            runners = self.with_draft_model()
-            assert runners is not None
-            draft: Any = runners.draft
             if self.draft.drafts_blocks:  # token by token here: see `methods.pearl`
-                draft = self.draft.runner(self.penalties(self.draft.device))
-            self._worker = DraftWorker.in_this_process(draft, self.target.device)
+                runner: DraftRunner | None = self.draft.runner(self.penalties(self.draft.device))
+            else:
+                runners = self.with_draft_model()
+                runner = None if runners is None else runners.draft
+            assert runner is not None
+            self._worker = DraftWorker.in_this_process(runner, self.target.device)
         return self._worker
-
-    def drafts_here(self) -> bool:
-        """Whether no other process drafts for PEARL."""
-        return self._worker is None or not self._worker.is_process
 
     def kept(self, kind: type[K]) -> K:
         if kind not in self._kept:

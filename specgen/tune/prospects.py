@@ -1,5 +1,5 @@
-"""Which methods are worth the time of a tuning: the likeliest ones, which are really run first, and
-those that are predicted far behind, which are not simulated further. Imports no torch."""
+"""Which methods are worth the time of a tuning. The likeliest ones are really run first; those that
+are predicted to be much slower than the fastest are not simulated further. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 MOST_LIKELY = 3  # methods that are really run first, besides plain decoding and the default
 BEHIND = 0.7  # settings that are slower than this share of the fastest known ones are far behind
-# tokens: a simulation is ended when even with so many more accepted ones it would be far behind
+# A simulation ends when its settings would be far behind even with so many more accepted tokens.
 SLACK = 2
-# for chains, so that some rejected drafts at the beginning do not end it
-LARGER_SLACK = 12
+LARGER_SLACK = 12  # for chains: some rejected drafts at the beginning do not end their simulation
 STRIKES = 4  # settings in a row that were far behind, after which a method is given up
 
 
@@ -95,8 +94,7 @@ class Prospects:
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 
     def can_reach(self, name: str, settings: Mapping[str, Value]) -> bool:
-        """Whether the settings are not far behind even with drafts of which half is accepted on
-        average.
+        """Whether the settings would not be far behind if half of each draft were accepted.
 
         This is known only of lookahead, whose passes run its whole window (W columns of N - 1
         tokens), whatever they accept.

@@ -90,6 +90,7 @@ class SimulatedModels:
         self._plain = MemoisedRunner(real.plain().target, kept)
         self._draftings: dict[tuple[str, str], Drafting] = {}
         self._times = _PassTimesOfOneLength(real, first_length)
+        self._knowledge = SimulatedKnowledge(self)
         self._run: SimulatedRun | None = None
         self.drafting: Drafting | None = None  # of the run that was started last
 
@@ -144,11 +145,9 @@ class SimulatedModels:
         return None if self.draft is None else SimulatedWorker(self)
 
     def kept(self, kind: type[K]) -> K:
-        knowledge = SimulatedKnowledge(self)
-        if isinstance(knowledge, kind):
-            return knowledge
-        if isinstance(self._times, kind):
-            return self._times
+        for simulated in (self._knowledge, self._times):
+            if isinstance(simulated, kind):
+                return simulated
         return self._real.kept(kind)
 
     def capacity(self, tokens: int) -> int:

@@ -263,7 +263,7 @@ class Tuner:
         )
 
     def _run_first(self, candidates: Sequence[Candidate], runs: RealRuns) -> None:
-        """Runs the candidates on the first prompt, and those that are not far behind on others."""
+        """Runs the candidates on the first prompt, and on the others those that were fast there."""
         prompts = self.request.prompts
         deadline = self.request.deadline
         is_long = self.request.sampling.max_new_tokens >= FEWEST_TOKENS

@@ -118,7 +118,7 @@ def _yarn(metadata: Metadata, factor: float) -> Config:
     for field, (key, read) in keys.items():
         if f"{{arch}}.rope.scaling.{key}" in metadata:
             found[field] = read(f"{{arch}}.rope.scaling.{key}")
-    # -1 stands for the default
+    # -1: the default, which is 1
     if metadata.number("{arch}.rope.scaling.yarn_ext_factor", 1.0) not in (-1, 1):
         raise metadata.refuse("mixes its frequencies with YaRN in a way that is not supported")
     return found

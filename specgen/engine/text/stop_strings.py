@@ -36,8 +36,8 @@ class StopStrings:
         return cls(tuple(dict.fromkeys([*texts, *marked])), marks)
 
     def mark(self, token: int) -> str:
-        """The text that stands for this token after its own text: its mark if it is a special token
-        that is named, else nothing."""
+        """Returns the mark to put after the token's own text: empty unless a stop string names this
+        special token."""
         return self.marks.get(token, "")
 
     def start(self, text: str) -> int | None:

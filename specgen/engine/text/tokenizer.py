@@ -143,8 +143,7 @@ class Tokenizer:
         ]
 
     def is_special(self, token: int) -> bool:
-        """Whether the token is a special one, such as the end-of-sequence token, and so stands for
-        no text."""
+        """Whether the token is a special one without text, such as the end-of-sequence token."""
         ids = [*self._anchor, token]
         return self.decode(ids, True) != self.decode(ids, False)
 

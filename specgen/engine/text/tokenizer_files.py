@@ -76,7 +76,7 @@ def read_gguf_tokenizer(path: Path, name: str) -> TokenizerFiles:
     )
 
 
-@lru_cache(maxsize=2)  # a target's and a draft's; each is asked for twice
+@lru_cache(maxsize=2)  # the target's and the draft's, which are both read twice at a start
 def _gguf_tokenizer(path: Path, name: str, state: tuple[int, ...]) -> TokenizerFiles:
     found = read_tokenizer(open_gguf(path, name), name)
     try:
