@@ -117,7 +117,7 @@ class SamplingParams:
 
 # the names of the sampling parameters that cut tokens from the distribution, with their defaults
 FILTERS: Mapping[str, Any] = {
-    each.name: each.default for each in fields(SamplingParams) if each.metadata.get("is_filter")
+    field.name: field.default for field in fields(SamplingParams) if field.metadata.get("is_filter")
 }
 
 

@@ -44,13 +44,12 @@ def pick_device(name: str) -> torch.device:
     machine does not have the device.
     """
     if name in ("auto", AUTO_MAP):
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        if torch.cuda.is_available():
+            name = "cuda"
+        elif torch.backends.mps.is_available():
+            name = "mps"
+        else:
+            name = "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -264,9 +263,9 @@ def _limits_on_path(mounted: Path, group: str, file: str) -> Iterator[int]:
     A container may see its own group as the root, and its path as the host names it.
     """
     path = PurePosixPath(group.lstrip("/"))
-    for each in [path, *path.parents]:
+    for folder in [path, *path.parents]:
         with suppress(OSError, ValueError):  # "max", and no such file
-            yield int((mounted / each / file).read_text())
+            yield int((mounted / folder / file).read_text())
 
 
 @dataclass(frozen=True, slots=True)

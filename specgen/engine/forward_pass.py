@@ -193,10 +193,10 @@ HiddenSource = Callable[[ForwardPass], torch.Tensor]
 def depths(parents: Sequence[int]) -> list[int]:
     """Returns each tree node's depth from `parents`, the nodes' parent indices (-1: the context,
     whose children have depth 0)."""
-    found: list[int] = []
+    depth_of_node: list[int] = []
     for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
+        depth_of_node.append(0 if parent < 0 else depth_of_node[parent] + 1)
+    return depth_of_node
 
 
 def positions(forward_pass: ForwardPass) -> list[int] | range:

@@ -308,12 +308,12 @@ def translation_between(target: ModelFiles, draft: ModelFiles) -> Translation | 
             token_bytes(model.tokenizer)
         except NoTokenBytes as error:
             raise _untranslatable(f"{model.name}: {error.message}") from error
-    found = Translation(
+    translation = Translation(
         target.tokenizer, draft.tokenizer, target.eos_ids, draft.eos_ids, target.shape.vocab_size
     )
-    if not any(piece in found.draft.ids for piece in found.target.ids):
+    if not any(piece in translation.draft.ids for piece in translation.target.ids):
         raise _untranslatable(f"{target.name} and {draft.name} have none in common")
-    return found
+    return translation
 
 
 def _untranslatable(reason: str) -> NoTokenBytes:

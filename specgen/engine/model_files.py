@@ -122,9 +122,9 @@ class ModelFiles:
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        found = read_generation_config(self.folder, self.raw)
+        generation = read_generation_config(self.folder, self.raw)
         penalty = self.source.repetition_penalty
-        return found if penalty is None else replace(found, repetition_penalty=penalty)
+        return generation if penalty is None else replace(generation, repetition_penalty=penalty)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -270,12 +270,10 @@ def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | N
 
     Raises SpecgenError for GGUF, and for settings that are no JSON object.
     """
+    settings = config.get("quantization_config")
     inner = config.get("text_config")
-    found = [
-        part.get("quantization_config")
-        for part in (config, inner if isinstance(inner, dict) else {})
-    ]
-    settings = next((each for each in found if each is not None), None)
+    if settings is None and isinstance(inner, dict):
+        settings = inner.get("quantization_config")
     if settings is not None and not isinstance(settings, dict):
         problem = (
             f"the config.json of {name} has a quantization_config that is no JSON "

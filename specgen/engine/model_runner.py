@@ -324,8 +324,8 @@ class ModelRunner:
         may have been run since. None if that call did not compute it.
         """
         last = self._last
-        found = last[1] if last is not None and last[0] is context else self._earlier.get(context)
-        return None if found is None else found.before_last(context)
+        states = last[1] if last is not None and last[0] is context else self._earlier.get(context)
+        return None if states is None else states.before_last(context)
 
     def _keep_hidden_states(self, context: Context) -> None:
         """Copies the hidden states of the last call if it had another context than `context`,

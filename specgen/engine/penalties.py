@@ -81,17 +81,17 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     of the wrong type.
     """
     path = folder / _FILE
-    found = _with_nested(config)
+    values = _with_nested(config)
     hint = "Download or save it again: it may hold penalties"
     if path.is_file() or path.is_symlink():
-        found = parse_json(
+        values = parse_json(
             read_text(path, "generation config", hint), str(path), hint, finite=False
         )
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise SpecgenError(f"{path} is no JSON object", hint)
     else:
         path = folder / "config.json"
-    return _checked(found, str(path))
+    return _checked(values, str(path))
 
 
 def _checked(fields: Mapping[str, Any], where: str) -> GenerationConfig:
@@ -121,13 +121,13 @@ def eos_ids(
     `default_eos` (of the model's family), then `tokenizer_eos`. A null in config.json overrides the
     family's default. Raises SpecgenError if config.json's are no token ids.
     """
-    found: Any = generation.eos_token_id
-    if found is None:
+    ids: Any = generation.eos_token_id
+    if ids is None:
         configured = _with_nested(config).get("eos_token_id", default_eos)
-        found = _checked(
+        ids = _checked(
             {"eos_token_id": tokenizer_eos if configured is None else configured}, "config.json"
         ).eos_token_id
-    return frozenset(found or ())
+    return frozenset(ids or ())
 
 
 def _with_nested(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -242,14 +242,14 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
         return {
             name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()
         }
-    found = {name: count * size for name, count in files.parameters.items()}
+    sizes = {name: count * size for name, count in files.parameters.items()}
     if weights.rounding is not None:
-        tables = {name: name for name in found if len(stored[name][0]) == 2}
+        tables = {name: name for name in sizes if len(stored[name][0]) == 2}
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding
         for name, own in tables.items():
-            found[name] = quantised_bytes(
+            sizes[name] = quantised_bytes(
                 weights.rounding, files.parameters[own], stored[own][0][0]
             )
-    return found
+    return sizes

@@ -92,7 +92,7 @@ class WeightFiles:
         self.use_device(device or torch.device("cpu"))
         with reading_weights(owner):
             self._paths = files_of_keys(path, single)
-            self.bytes = sum(each.stat().st_size for each in set(self._paths.values()))
+            self.bytes = sum(path.stat().st_size for path in set(self._paths.values()))
         self._keys: dict[str, str] = {}
         for key in self._paths:
             name = name_of(key)
@@ -139,8 +139,8 @@ class WeightFiles:
         """Raises SpecgenError if one of the expected tensors is missing or has another shape."""
         self._check_complete(expected)
         for name, shape in expected.items():
-            if (found := self.shape(name)) != shape:
-                raise wrong_shape(self.owner, self.key(name), found, shape)
+            if (stored := self.shape(name)) != shape:
+                raise wrong_shape(self.owner, self.key(name), stored, shape)
 
     def check_no_others(self, known: Collection[str], layers: int) -> None:
         """Raises SpecgenError if the files have tensors that are not in `known` and may matter;
@@ -171,8 +171,8 @@ class WeightFiles:
         tensor is something else."""
         tensor = self._stored(name)
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() != 1:
-            found = f"{tensor.dim()}-dimensional {str(tensor.dtype).removeprefix('torch.')}"
-            raise self.refuse(f"{self.key(name)} has to be a vector of integers, not {found}")
+            stored = f"{tensor.dim()}-dimensional {str(tensor.dtype).removeprefix('torch.')}"
+            raise self.refuse(f"{self.key(name)} has to be a vector of integers, not {stored}")
         return tensor.to("cpu", torch.int64)
 
     def _stored(self, name: str) -> torch.Tensor:
@@ -295,15 +295,16 @@ def missing_tensors(owner: str, keys: Sequence[str]) -> SpecgenError:
 
 
 def wrong_shape(
-    owner: str, key: str, found: Iterable[int], expected: Iterable[int]
+    owner: str, key: str, stored: Iterable[int], expected: Iterable[int]
 ) -> SpecgenError:
-    """Returns the error for a tensor whose shape `found` in the files is not the shape `expected`
+    """Returns the error for a tensor whose shape `stored` in the files is not the shape `expected`
     by the config."""
-    stored, wanted = (
-        " x ".join(map(str, sizes)) or "a single number" for sizes in (found, expected)
+    in_file, by_config = (
+        " x ".join(map(str, sizes)) or "a single number" for sizes in (stored, expected)
     )
     return SpecgenError(
-        f"{owner}: {key} is {stored} in its file, but has to be {wanted} by its config.json", AGAIN
+        f"{owner}: {key} is {in_file} in its file, but has to be {by_config} by its config.json",
+        AGAIN,
     )
 
 
@@ -320,8 +321,8 @@ def check_no_extra(
     """
 
     def predicts(key: str) -> bool:
-        found = _LAYER.search(key)
-        return found is not None and layers <= int(found[1]) < layers + prediction_layers
+        match = _LAYER.search(key)
+        return match is not None and layers <= int(match[1]) < layers + prediction_layers
 
     extra = sorted(key for key in keys if not HARMLESS.search(key) and not predicts(key))
     if extra:
@@ -343,14 +344,14 @@ def stored_tensors(folder: Path) -> dict[str, tuple[list[int], str]]:
     """
     if is_gguf(folder):
         return GgufTensors(folder, str(folder)).shapes_and_types()
-    found: dict[str, tuple[list[int], str]] = {}
+    tensors: dict[str, tuple[list[int], str]] = {}
     for path in files_in(folder, "*.safetensors"):
         with reading_weights(str(path)), path.open("rb") as file:
-            found |= {
+            tensors |= {
                 name: (tensor["shape"], tensor["dtype"])
                 for name, tensor in _header(file)[0].items()
             }
-    return found
+    return tensors
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -254,7 +254,7 @@ class DraftObjective(Objective):
         It is measured on the generated tokens of held-out texts; None where there are no such
         tokens. A draft with another tokenizer reads a text as in drafting (see `translate`).
         """
-        predictions = {id(predicted.text): predicted for predicted in self._held_out}
+        predictions = {id(prediction.text): prediction for prediction in self._held_out}
 
         def ranks_of(text: Text) -> Tensor:
             compared = comparisons(
@@ -268,7 +268,7 @@ class DraftObjective(Objective):
             )
             return (on_overlap.argmax(dim=-1) != compared.top_k_ids[inside, 0])[:, None].long()
 
-        texts = [predicted.text for predicted in self._held_out]
+        texts = [prediction.text for prediction in self._held_out]
         return first_shares(held_out_agreement(texts, ranks_of)[0])
 
     @inference
@@ -387,7 +387,7 @@ class Comparisons(NamedTuple):
 
 def comparisons(
     translation: Translation | None,
-    found: PredictedText,
+    prediction: PredictedText,
     min_mass: float,
     *,
     only_generated: bool = False,
@@ -399,20 +399,23 @@ def comparisons(
     tokens that both have a probability of at least `min_mass`. Without a translation (None) they
     are all tokens or, with `only_generated`, those before tokens that the target generated.
     """
-    text, length = found.text, len(found.text.ids)
+    text, length = prediction.text, len(prediction.text.ids)
     if translation is None:
         first = text.prompt_length - 1 if only_generated else 0
         after = torch.arange(first, length - only_generated)
         return Comparisons(
-            torch.tensor(text.ids), after, found.top_k_ids[after], found.top_k_log_probs[after]
+            torch.tensor(text.ids),
+            after,
+            prediction.top_k_ids[after],
+            prediction.top_k_log_probs[after],
         )
     is_read = text.prompt_length >= length  # a corpus text: its beginning is translated as a prompt
     prompt_length = max(1, int(_READ_CONTEXT * length)) if is_read else text.prompt_length
     ids, positions = translate(translation, text.ids, prompt_length)
     chosen = [(after, before) for after, before in enumerate(positions) if 0 <= before < length - 1]
     after, before = torch.tensor(chosen, dtype=torch.long).reshape(-1, 2).T
-    of_target = found.top_k_ids[before]
-    log_probs = found.top_k_log_probs[before]
+    of_target = prediction.top_k_ids[before]
+    log_probs = prediction.top_k_log_probs[before]
     to_draft = torch.tensor(translation.target_to_draft, dtype=torch.int)
     is_known = of_target < len(to_draft)
     top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)

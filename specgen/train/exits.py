@@ -137,7 +137,7 @@ class ExitObjective(Objective):
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         round_as_saved(self.parameters)
         layer = self._exit(self.layers)
-        top1 = {id(found.text): found.top_k_ids[:, 0] for found in self._predicted}
+        top1 = {id(prediction.text): prediction.top_k_ids[:, 0] for prediction in self._predicted}
 
         @torch.no_grad()
         def outputs(ids: list[int]) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,9 @@ class ExitObjective(Objective):
             return is_wrong[text.prompt_length - 1 : -1, None].long()
 
         self.task.announce("training the predictor")
-        agreement, _ = held_out_agreement([found.text for found in self._predicted], ranks_of)
+        agreement, _ = held_out_agreement(
+            [prediction.text for prediction in self._predicted], ranks_of
+        )
         predictor, fit = train_predictor(outputs, self._predicted, self.task.recipe.seed)
         figures = {
             **figures,
@@ -211,7 +213,7 @@ class PredictorObjective(ExitObjective):
         self.settings = {"the exit layer": self._part.digest}
 
     def start(self, texts: Sequence[Text]) -> None:
-        super().start(texts)
+        super().start(texts)  # whose batches are of no use: the layer is not trained
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Returns the weights of the exit layer, which are not trained here."""
@@ -265,7 +267,7 @@ def train_predictor(
 
 
 def judged_tokens(
-    found: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
+    prediction: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
 ) -> Iterator[tuple[int, int, int, bool]]:
     """Yields the drafted tokens that the target judges in simulated greedy rounds over a text, from
     its first generated token on.
@@ -281,9 +283,9 @@ def judged_tokens(
     (the correction or bonus) follows, and then the next round. In a sampled text, a draft is
     followed only as far as the target's most probable tokens are those of the text.
     """
-    ids, top1 = found.text.ids, found.top_k_ids[:, 0].tolist()
+    ids, top1 = prediction.text.ids, prediction.top_k_ids[:, 0].tolist()
     # the last committed token: at first the one that the prefill gave
-    begin = drafted = found.text.prompt_length
+    begin = drafted = prediction.text.prompt_length
     while drafted < len(ids) - 1:
         accepted = exit_top1[drafted] == top1[drafted]
         yield begin - 1, drafted, drafted - begin + 1, accepted
@@ -320,29 +322,33 @@ class _Examples:
 def _examples(
     exit_outputs: ExitOutputs, texts: Sequence[PredictedText], part: Part, rng: Random
 ) -> _Examples | None:
-    used = [found for found in texts if found.text.part == part and found.hidden is not None]
+    used = [
+        prediction
+        for prediction in texts
+        if prediction.text.part == part and prediction.hidden is not None
+    ]
     top1s = list[list[int]]()
     agreed = list[Tensor]()
     exit_states = []
     target_states = []
-    for found in used:
-        assert found.hidden is not None
-        logits, hidden = exit_outputs(found.text.ids)
+    for prediction in used:
+        assert prediction.hidden is not None
+        logits, hidden = exit_outputs(prediction.text.ids)
         top1 = logits.argmax(dim=-1).cpu()
         top1s.append(top1.tolist())
-        agreed.append((top1 == found.top_k_ids[:, 0])[found.text.prompt_length :])
-        exit_states.append(hidden.to(found.hidden.dtype))
-        target_states.append(found.hidden.to(hidden.device))
+        agreed.append((top1 == prediction.top_k_ids[:, 0])[prediction.text.prompt_length :])
+        exit_states.append(hidden.to(prediction.hidden.dtype))
+        target_states.append(prediction.hidden.to(hidden.device))
     continuing = float(torch.cat(agreed).float().mean()) if agreed else 0.0
     rows = list[tuple[int, int, int, bool]]()
     first = 0
-    for found, exit_top1 in zip(used, top1s, strict=True):
+    for prediction, exit_top1 in zip(used, top1s, strict=True):
         for _ in range(PASSES):
             for begin, drafted, position, accepted in judged_tokens(
-                found, exit_top1, continuing, rng
+                prediction, exit_top1, continuing, rng
             ):
                 rows.append((first + begin, first + drafted, position, accepted))
-        first += len(found.text.ids)
+        first += len(prediction.text.ids)
     if not rows:
         return None
     states = torch.cat(target_states), torch.cat(exit_states)

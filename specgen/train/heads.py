@@ -211,13 +211,15 @@ class HeadObjective(Objective):
         probable tokens, for a draft after each token of the text; -1 where nothing is predicted.
         See `held_out_agreement`."""
         whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
-        found, (depths, top_k_ids, _) = self.predictions(whole.part(slice(None), self.device), None)
+        predictions, (depths, top_k_ids, _) = self.predictions(
+            whole.part(slice(None), self.device), None
+        )
         pieces = []
         for piece in torch.split(torch.arange(len(depths), device=self.device), self.rows):
             with self.autocast():
-                logits = self.logits(found.outputs[piece], depths[piece])
+                logits = self.logits(predictions.outputs[piece], depths[piece])
             pieces.append((logits > logits.gather(1, top_k_ids[piece, :1])).sum(dim=1))
-        starts = found.sources - depths  # the last tokens that are not drafted
+        starts = predictions.sources - depths  # the last tokens that are not drafted
         chosen = (starts >= text.prompt_length - 1) & (depths < self.depths)
         table = torch.full((len(text.ids), self.depths), -1, device=self.device)
         table[starts[chosen], depths[chosen]] = torch.cat(pieces)[chosen]

@@ -73,27 +73,26 @@ def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
         return {}
     if theirs.post_norms or theirs.mlp_bias or theirs.fixed_parts is not None:
         return {}
-    found = target.model.last_layers(target.folder, own.num_layers)
-    made = {FINAL_NORM: (found[FINAL_NORM] + theirs.norm_weight_offset).cpu()}
+    weights = target.model.last_layers(target.folder, own.num_layers)
+    made = {FINAL_NORM: (weights[FINAL_NORM] + theirs.norm_weight_offset).cpu()}
     for index in range(own.num_layers):
-        made |= _converted(found, theirs, own, index)
+        made |= _converted(weights, theirs, own, index)
     return made
 
 
 def _converted(
-    found: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int
+    weights: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int
 ) -> dict[str, Tensor]:
     """Returns the weights of one layer of the target with the names, and in the form, of a layer of
     the architecture `own`."""
     attention, mlp = _blocks(theirs, index)
     own_attention, own_mlp = _blocks(own, index)
-    weights = _split(found, attention.projections, own_attention.projections)
-    weights |= _split(found, mlp.gate_up, own_mlp.gate_up)
+    converted = _split(weights, attention.projections, own_attention.projections)
+    converted |= _split(weights, mlp.gate_up, own_mlp.gate_up)
     for name in tensor_shapes(layer_files(own, index)):
-        if name not in weights:
-            weights[name] = (
-                found[name] + theirs.norm_weight_offset if "norm" in name else found[name]
-            )
+        if name not in converted:
+            offset = theirs.norm_weight_offset if "norm" in name else 0
+            converted[name] = weights[name] + offset
 
     factors = {}
     for tensor in walk((own_attention.output, own_mlp.down.weight)):
@@ -101,7 +100,7 @@ def _converted(
     scale = theirs.attention_scale * theirs.head_size**0.5  # a Llama's is 1 / sqrt(head size)
     for tensor in walk(own_attention.q_norm or own_attention.projections[0]):
         factors[tensor.name] = scale
-    return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in weights.items()}
+    return {name: (weight * factors.get(name, 1.0)).cpu() for name, weight in converted.items()}
 
 
 def _blocks(architecture: Architecture, index: int) -> tuple[AttentionFiles, MLPFiles]:
@@ -112,13 +111,15 @@ def _blocks(architecture: Architecture, index: int) -> tuple[AttentionFiles, MLP
 
 
 def _split(
-    found: Mapping[str, Tensor], theirs: Sequence[LinearFiles], own: Sequence[LinearFiles]
+    weights: Mapping[str, Tensor], theirs: Sequence[LinearFiles], own: Sequence[LinearFiles]
 ) -> dict[str, Tensor]:
     """Returns the weights of the linear layers `own`, which have the rows of `theirs` in the same
     order."""
-    weights, biases = stacked(theirs, found.__getitem__)
+    stacked_weights, biases = stacked(theirs, weights.__getitem__)
     rows = [layer.weight.shape[0] for layer in own]
-    split = dict(zip((layer.weight.name for layer in own), torch.split(weights, rows), strict=True))
+    split = dict(
+        zip((layer.weight.name for layer in own), torch.split(stacked_weights, rows), strict=True)
+    )
     if biases is not None:
         names = [layer.bias.name for layer in own if layer.bias is not None]
         split |= zip(names, torch.split(biases, rows), strict=True)

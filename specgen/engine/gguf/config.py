@@ -193,11 +193,11 @@ def _ends_by_text(metadata: Metadata) -> Iterator[int]:
         return
     tokens = metadata.list_of("tokenizer.ggml.tokens", str)
     types = metadata.list_of("tokenizer.ggml.token_type", int)
-    found = {
+    ends = {
         text: id_
         for id_, (text, kind) in enumerate(zip(tokens, types, strict=False))
         if kind == _CONTROL and text in _ENDS
     }
-    if found.keys() >= _HARMONY:
-        found.pop("<|end|>", None)
-    yield from found.values()
+    if ends.keys() >= _HARMONY:
+        ends.pop("<|end|>", None)
+    yield from ends.values()

@@ -137,15 +137,15 @@ def _parse(data: mmap.mmap, path: Path) -> Header:
             raise DamagedError(f"two metadata values have the key {shown(key)}")
         metadata[key] = cursor.value(cursor.uint32(), key)
 
-    described: dict[str, _Described] = {}
+    infos: dict[str, _Described] = {}
     for _ in range(tensor_count):
         name = cursor.name("a tensor's name")
-        if name in described:
+        if name in infos:
             raise DamagedError(f"two tensors have the name {shown(name)}")
-        described[name] = _read_description(cursor, name)
+        infos[name] = _read_description(cursor, name)
 
     begin = _aligned(cursor.offset, _alignment(metadata))
-    tensors = {name: _located(name, found, begin, path) for name, found in described.items()}
+    tensors = {name: _located(name, info, begin, path) for name, info in infos.items()}
     _check_places(tensors, begin, _alignment(metadata), len(data))
     return Header(metadata, tensors)
 

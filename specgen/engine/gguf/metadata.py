@@ -71,11 +71,11 @@ class Metadata:
         0 have to be the same."""
         if not self.is_list(key):
             return self.integer(key, default)
-        found = {number for number in self.list_of(key, int) if number > 0}
-        if len(found) != 1:
+        sizes = {number for number in self.list_of(key, int) if number > 0}
+        if len(sizes) != 1:
             field = key.rpartition(".")[2]
             raise self.refuse(f"has layers of several sizes ({field}), which is not supported")
-        return found.pop()
+        return sizes.pop()
 
     def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
         """Raises SpecgenError for the first value of the architecture that was not read.

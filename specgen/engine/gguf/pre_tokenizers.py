@@ -76,8 +76,8 @@ class PreTokenizer:
 def _split(*patterns: str) -> tuple[Step, ...]:
     """Returns steps that each cut out what matches a pattern."""
     return tuple(
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in patterns
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
     )
 
 

@@ -53,10 +53,10 @@ class Reading:
 
     def values(self, tensor: str) -> list[float]:
         """Returns the numbers of a small tensor."""
-        found = self.opened.tensors[tensor]
-        if math.prod(found.shape) > 1 << 16:
-            raise self.metadata.refuse(f"has {tensor} with {math.prod(found.shape):,} numbers")
-        numbers: list[float] = read_tensor(found, dtype=torch.float32).flatten().tolist()
+        info = self.opened.tensors[tensor]
+        if math.prod(info.shape) > 1 << 16:
+            raise self.metadata.refuse(f"has {tensor} with {math.prod(info.shape):,} numbers")
+        numbers: list[float] = read_tensor(info, dtype=torch.float32).flatten().tolist()
         return numbers
 
     def scale(self, key: str, default: float = 1.0) -> float:
@@ -109,7 +109,7 @@ def _linear(factor: float) -> Config:
 
 
 def _yarn(metadata: Metadata, factor: float) -> Config:
-    found: Config = {"rope_type": "yarn", "factor": float(factor)}
+    scaling: Config = {"rope_type": "yarn", "factor": float(factor)}
     keys = {
         "original_max_position_embeddings": ("original_context_length", metadata.integer),
         "beta_fast": ("yarn_beta_fast", metadata.number),
@@ -117,11 +117,11 @@ def _yarn(metadata: Metadata, factor: float) -> Config:
     }
     for field, (key, read) in keys.items():
         if f"{{arch}}.rope.scaling.{key}" in metadata:
-            found[field] = read(f"{{arch}}.rope.scaling.{key}")
+            scaling[field] = read(f"{{arch}}.rope.scaling.{key}")
     # -1: the default, which is 1
     if metadata.number("{arch}.rope.scaling.yarn_ext_factor", 1.0) not in (-1, 1):
         raise metadata.refuse("mixes its frequencies with YaRN in a way that is not supported")
-    return found
+    return scaling
 
 
 def _longrope(reading: Reading) -> Config:
@@ -130,7 +130,7 @@ def _longrope(reading: Reading) -> Config:
     metadata.text("{arch}.rope.scaling.type", "longrope")  # what the factors are is clear
     length = metadata.integer("{arch}.context_length")
     original = metadata.integer("{arch}.rope.scaling.original_context_length", length)
-    found: Config = {
+    scaling: Config = {
         "rope_type": "longrope",
         "short_factor": _factor_numbers(reading, _SHORT_FACTORS),
         "long_factor": _factor_numbers(reading, _LONG_FACTORS),
@@ -141,8 +141,8 @@ def _longrope(reading: Reading) -> Config:
     if length > original > 1:
         computed = math.sqrt(1 + math.log(length / original) / math.log(original))
     if not math.isclose(stored, computed, rel_tol=1e-6):
-        found["attention_factor"] = float(stored)
-    return found
+        scaling["attention_factor"] = float(stored)
+    return scaling
 
 
 def _factor_numbers(reading: Reading, tensor: str) -> list[float]:
@@ -181,12 +181,12 @@ def _factors(reading: Reading, factors: Sequence[float]) -> Config:
 def _llama3_factors(theta: float, count: int, factor: float) -> list[float]:
     """Returns the factors by which Llama 3.1's rotary frequencies are divided."""
     low, high, original = _LLAMA3.values()
-    found = []
+    divisors = []
     for index in range(count):
         turns = original / (2 * math.pi) * theta ** (-index / count)  # in the original context
         share = min(1.0, max(0.0, (turns - low) / (high - low)))
-        found.append(1 / ((1 - share) / factor + share))
-    return found
+        divisors.append(1 / ((1 - share) / factor + share))
+    return divisors
 
 
 def sliding_types(reading: Reading, pattern: int) -> list[str]:

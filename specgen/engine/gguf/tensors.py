@@ -121,9 +121,9 @@ class GgufSlice:
         rows = range(self._stored.shape[0])[index[0]]
         if rows.step != 1:
             return self._stored.read()[part].clone()
-        found = self._stored.read(range(rows.start, max(rows.start, rows.stop)))
+        read = self._stored.read(range(rows.start, max(rows.start, rows.stop)))
         rest = index[1:]
-        return found[(slice(None), *rest)].clone() if rest else found
+        return read[(slice(None), *rest)].clone() if rest else read
 
 
 def _by_model_name(opened: GgufFile, metadata: Metadata) -> dict[str, _Stored]:
@@ -135,15 +135,15 @@ def _by_model_name(opened: GgufFile, metadata: Metadata) -> dict[str, _Stored]:
     for name in sorted(opened.tensors):
         if not _SETTINGS.fullmatch(name):
             sources[_model_name(name, architecture)].append(opened.tensors[name])
-    found: dict[str, _Stored] = {}
+    stored: dict[str, _Stored] = {}
     for name, tensors in sources.items():
         expected = 2 if _within_layer(name) in architecture.joined else 1
         if len(tensors) > expected:
             raise metadata.refuse(f"has two tensors that are its {name}")
         if len(tensors) < expected:
             raise metadata.refuse(f"lacks one of the two tensors that are its {name}")
-        found.update(_made_of(name, tuple(tensors), architecture, metadata))
-    return found
+        stored.update(_made_of(name, tuple(tensors), architecture, metadata))
+    return stored
 
 
 def _model_name(name: str, architecture: Architecture) -> str:
@@ -180,9 +180,9 @@ def _made_of(
         yield name, _Stored(sources, source.shape)
         return
     try:
-        shape = change(*[torch.empty(each.shape, device="meta") for each in sources]).shape
+        shape = change(*[torch.empty(source.shape, device="meta") for source in sources]).shape
     except (RuntimeError, ValueError, IndexError) as error:
-        shapes = " and ".join(" x ".join(map(str, each.shape)) for each in sources)
+        shapes = " and ".join(" x ".join(map(str, source.shape)) for source in sources)
         raise metadata.refuse(
             f"has {source.name} of {shapes}, which does not fit its metadata"
         ) from error

@@ -133,14 +133,14 @@ def _vocabulary(metadata: Metadata) -> _Vocabulary:
 
 def _special_tokens(metadata: Metadata, vocabulary: _Vocabulary) -> dict[str, str]:
     """Returns the texts of special tokens by their names in a chat template."""
-    found = {}
+    texts = {}
     for role, named in _SPECIAL.items():
         key = f"tokenizer.ggml.{named}_token_id"
         if key in metadata:
             id_ = metadata.integer(key)
             if 0 <= id_ < len(vocabulary.tokens):
-                found[f"{role}_token"] = vocabulary.tokens[id_]
-    return found
+                texts[f"{role}_token"] = vocabulary.tokens[id_]
+    return texts
 
 
 def _template(metadata: Metadata) -> str | Mapping[str, str] | None:
@@ -152,9 +152,9 @@ def _pre_tokenizer(metadata: Metadata, name: str) -> tuple[PreTokenizer, str | N
     """Returns how the tokenizer splits text, and a warning if the file names no way that is
     known."""
     named = metadata.text("tokenizer.ggml.pre", "")
-    found = PRE_TOKENIZERS.get(named)
-    if found is not None:
-        return found, None
+    pre_tokenizer = PRE_TOKENIZERS.get(named)
+    if pre_tokenizer is not None:
+        return pre_tokenizer, None
     what = f"its pre-tokenizer {named[:40]!r} is unknown" if named else "it names no pre-tokenizer"
     return PRE_TOKENIZERS[
         FALLBACK
@@ -270,7 +270,7 @@ def _merges(
     Raises SpecgenError for longer tokens than models have: the work grows with the square of their
     length.
     """
-    found = []
+    merges = []
     longest = max(map(len, ids), default=0)
     if longest > _LONGEST_PIECE:
         raise metadata.refuse(
@@ -282,9 +282,9 @@ def _merges(
             right = ids.get(text[middle:])
             if left is not None and right is not None:
                 order = -ranks[id_], -middle, middle - len(text), -left, -right
-                found.append((order, (text[:middle], text[middle:])))
-    found.sort(key=itemgetter(0))
-    return [pair for _, pair in found]
+                merges.append((order, (text[:middle], text[middle:])))
+    merges.sort(key=itemgetter(0))
+    return [pair for _, pair in merges]
 
 
 def _post_processor(

@@ -150,13 +150,10 @@ def attend_batch(
         keys, values = (
             part if group == 1 else part.repeat_interleave(group, dim=1) for part in (keys, values)
         )
-        sinks = (
-            sinks
-            if sinks is None
-            else sinks.view(*rows.shape[1:3])
-            if tokens == 1
-            else sinks[:, None].expand(-1, tokens)
-        )
+        if sinks is not None and tokens == 1:
+            sinks = sinks.view(*rows.shape[1:3])
+        elif sinks is not None:
+            sinks = sinks[:, None].expand(-1, tokens)
         mixed = _written_out(rows, keys, values, mask, score_cap, sinks)
     if tokens > 1:
         mixed = mixed.transpose(1, 2)

@@ -286,13 +286,13 @@ class Attention:
         heads too (Gemma 4)."""
         part = heads.narrow(1, 0, weight.shape[0])
         if self._norm_over != "all":
-            found = functional.rms_norm(part, part.shape[-1:], None, self._eps)
+            normed = functional.rms_norm(part, part.shape[-1:], None, self._eps)
         else:  # over all query heads at once, and over all key heads
             both = torch.split(part, [self._heads, self._kv_heads], dim=1)
-            found = torch.cat(
+            normed = torch.cat(
                 [functional.rms_norm(one, one.shape[-2:], None, self._eps) for one in both], dim=1
             )
         if torch.is_grad_enabled():
-            return torch.cat((found * weight, heads[:, weight.shape[0] :]), dim=1)
-        torch.mul(found, weight, out=part)
+            return torch.cat((normed * weight, heads[:, weight.shape[0] :]), dim=1)
+        torch.mul(normed, weight, out=part)
         return heads

@@ -208,7 +208,7 @@ def _plain(fields: Fields, model_type: str, family: Family) -> Changes:
         "head_size": head_size,
         "vocab_size": fields.integer("vocab_size"),
         "context_limit": limit,
-        "rope_boundary": next((found.long_boundary for found in rotary.values()), None),
+        "rope_boundary": next((settings.long_boundary for settings in rotary.values()), None),
         "dtype": _dtype(fields),
         "tied": fields.flag("tie_word_embeddings", family.tied),
         "default_eos": _eos(fields, family.eos),
@@ -236,7 +236,9 @@ def _dtype(fields: Fields) -> str | None:
 def _eos(fields: Fields, default: int | None) -> int | list[int] | None:
     """Returns the end-of-sequence id or ids."""
     eos = fields.raw("eos_token_id", default)
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if eos is None:
+        return None
+    ids = eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise fields.refuse("eos_token_id")
     return eos  # type: ignore[no-any-return]

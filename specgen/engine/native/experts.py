@@ -316,14 +316,14 @@ class Experts:
         if own.gate_up_bias is None or own.down_bias is None:
             gate, up = inner.chunk(2, dim=-1)
             active = self._activation(gate).mul_(up)
-            found = functional.grouped_mm(active, own.down, offs=ends)
+            outputs = functional.grouped_mm(active, own.down, offs=ends)
         else:
             experts = flat.index_select(0, order)
             active = self._clamped(inner + own.gate_up_bias.index_select(0, experts))
-            found = functional.grouped_mm(active, own.down, offs=ends)
-            found += own.down_bias.index_select(0, experts)
+            outputs = functional.grouped_mm(active, own.down, offs=ends)
+            outputs += own.down_bias.index_select(0, experts)
         own_weights = weights.flatten().index_select(0, order)
-        weighted = found.float() * own_weights[:, None]
+        weighted = outputs.float() * own_weights[:, None]
         return weighted.new_zeros(x.shape).index_add_(0, rows, weighted)
 
     def _clamped(self, inner: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple
         given = next(iter(listed.values()))
         full = {str(index) for index, slides in enumerate(types) if not slides}
         if {name.lstrip("0") or "0" for name in listed} != full or any(
-            each != given for each in listed.values()
+            settings != given for settings in listed.values()
         ):
             raise fields.refuse("per_layer_config")
     section = Fields(given if isinstance(given, dict) else {"": given}, "per_layer_config.")

@@ -260,8 +260,8 @@ class StaticForward:
                 if hidden is None
                 else hidden[first - forward_pass.first : last - forward_pass.first]
             )
-            found = self._run(piece, entering, min(kept, last - first))
-            outputs.append([None if part is None else part.clone() for part in found])
+            output = self._run(piece, entering, min(kept, last - first))
+            outputs.append([None if part is None else part.clone() for part in output])
             first = last
         columns = zip(*outputs, strict=True)
         return ModelOutput(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]

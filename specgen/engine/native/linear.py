@@ -377,12 +377,12 @@ def _is_right(quantise: str, prepare: Callable[[Tensor], Multiply], device: torc
     multiply = prepare(weight.to(device))
     exact = restored(quantise, weight)
     for x in (inputs[:1], inputs):
-        found = multiply(x.to(device)).cpu().double()
+        product = multiply(x.to(device)).cpu().double()
         expected = x.double() @ exact.T
         step = x.abs().amax(1, keepdim=True).double() * 2.0**-_ACTIVATION_BITS
         # six standard deviations of the rounding of activations
         limit = step * exact.norm(dim=1).max() / sqrt(12) * 6
-        if not bool(((found - expected).abs() <= limit + 0.01 * expected.abs()).all()):
+        if not bool(((product - expected).abs() <= limit + 0.01 * expected.abs()).all()):
             return False
     return True
 

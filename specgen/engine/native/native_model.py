@@ -374,18 +374,18 @@ class NativeForward:
         Without gradients, `hidden` is changed.
         """
         model = self.model
-        found = dict[int, torch.Tensor]()
+        tapped = dict[int, torch.Tensor]()
         for done, (layer, call) in enumerate(self._layers):
             if call.layer in self.taps:
-                found[call.layer] = hidden.clone()  # the layers change the stream in place
+                tapped[call.layer] = hidden.clone()  # the layers change the stream in place
             prefill_reports.layer(done, len(self._layers))
             hidden = layer(hidden, inputs, attention=call.attention, mlp=call.mlp)
         hidden = move(hidden, model.device)
         if not self.taps:
             return hidden, None
         if model.shape.num_layers in self.taps:
-            found[model.shape.num_layers] = model.norm(hidden) * model.outer.norm
-        return hidden, torch.cat([move(found[index], model.device) for index in self.taps], dim=-1)
+            tapped[model.shape.num_layers] = model.norm(hidden) * model.outer.norm
+        return hidden, torch.cat([move(tapped[index], model.device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:
         """Returns the hidden states [`rows`, width] that enter the first layer; rows after the

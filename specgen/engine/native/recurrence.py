@@ -190,11 +190,11 @@ class DeltaNet(RecurrentMixer):
         key = unit_length(key.view(-1, sizes.key_heads, sizes.key_size))
         value = value.view(-1, heads, sizes.value_size)
         decay = weights.decay_rates * functional.softplus(step.float() + weights.step_bias)
-        found = states.states[self._index](
+        read = states.states[self._index](
             steps, query, key, value, decay[..., None], beta.float().sigmoid()
         )
         normed = functional.rms_norm(
-            found, (sizes.value_size,), weights.norm, self._architecture.norm_eps
+            read, (sizes.value_size,), weights.norm, self._architecture.norm_eps
         ).flatten(1)
         return (normed * functional.silu(gate.float())).to(x.dtype)
 
@@ -206,7 +206,7 @@ class ShortConv(RecurrentMixer):
         steps, states = inputs.recurrent_inputs
         before, after, values = self.qkv(x).chunk(3, 1)
         weights = self._weights
-        found = states.convs[self._index](
+        convolved = states.convs[self._index](
             steps, before * values, weights.convolution, weights.convolution_bias
         )
-        return found.to(x.dtype) * after
+        return convolved.to(x.dtype) * after

@@ -358,23 +358,23 @@ def _read(
         read = (
             (flat @ state).view(key_heads, sorts, count, -1, value.shape[2]).permute(0, 3, 1, 2, 4)
         )
-        found = read.reshape(heads, sorts, count, -1) * total.exp()[:, None]
+        from_past = read.reshape(heads, sorts, count, -1) * total.exp()[:, None]
     else:
         weights = torch.einsum("hsnd,hmd,hnmd->hsnm", rows, keys, pairs)
-        found = (rows * total.exp()[:, None]) @ state[:, None]
+        from_past = (rows * total.exp()[:, None]) @ state[:, None]
     # a product of four dimensions would copy the updates
     of_old = weights[..., :old].reshape(heads, sorts * count, old)
-    found = found + torch.bmm(of_old, held.updates[:, :old]).view_as(found)
+    from_past = from_past + torch.bmm(of_old, held.updates[:, :old]).view_as(from_past)
     update = value
     own = weights[..., old:]
     if beta is not None:
-        update = beta * (value - found[:, 1])
+        update = beta * (value - from_past[:, 1])
         if count > 1:
             update = torch.linalg.solve_triangular(
                 beta * own[:, 1], update, upper=False, unitriangular=True
             )
     held.updates[:, old:end] = update
-    return found[:, 0] + own[:, 0] @ update
+    return from_past[:, 0] + own[:, 0] @ update
 
 
 def _folded(held: State, count: int) -> Tensor:
@@ -427,11 +427,11 @@ class RecurrentStates:
         """Returns the largest length, at most `length`, to which all layers can be rolled back; see
         `forward_pass.Cache`."""
         records = self._all
-        while (
-            found := min((each.restorable(length) for each in records), default=length)
-        ) < length:
-            length = found  # after an interruption, layers may have other earlier records
-        return length
+        while True:  # after an interruption, layers may have other earlier records
+            shortest = min((record.restorable(length) for record in records), default=length)
+            if shortest >= length:
+                return length
+            length = shortest
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         for records in self._all:

@@ -213,8 +213,8 @@ def _frequencies(
         standardize_rope_params=lambda: None,
         **of_whole_heads,
     )
-    found, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), tokens)
-    return found.tolist(), factor
+    divided, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), tokens)
+    return divided.tolist(), factor
 
 
 def _llama3(frequencies: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:

@@ -74,8 +74,8 @@ class ContextAttention(Attention):
         heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
         query, *own = torch.split(heads, [self._heads, self._kv_heads, self._kv_heads], dim=2)
         keys, values = (
-            torch.cat((before, each.transpose(1, 2)), 2)
-            for before, each in zip(self.context, own, strict=True)
+            torch.cat((before, own_heads.transpose(1, 2)), 2)
+            for before, own_heads in zip(self.context, own, strict=True)
         )
         return attend_batch(query, keys, values, mask).flatten(0, 1)
 
@@ -121,16 +121,16 @@ class BlockLayers:
             read_layer(architecture, index, take, torch.float32, is_normed=False).mixer
             for index in range(len(kinds))
         ]
-        plain = [each for each in mixers if isinstance(each, AttentionWeights)]
-        weight = torch.cat([each.qkv[first:] for each in plain]) * (
+        plain = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
+        weight = torch.cat([mixer.qkv[first:] for mixer in plain]) * (
             take(CONTEXT_NORM).float() * norm_gain
         )
-        biases = [each.qkv_bias[first:] for each in plain if each.qkv_bias is not None]
+        biases = [mixer.qkv_bias[first:] for mixer in plain if mixer.qkv_bias is not None]
         self._project = make_linear(
             weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0
         )
         norms = [
-            each.qk_norm[architecture.num_heads :] for each in plain if each.qk_norm is not None
+            mixer.qk_norm[architecture.num_heads :] for mixer in plain if mixer.qk_norm is not None
         ]
         self._key_norm = torch.stack(norms).to(dtype) if norms else None
 
@@ -151,10 +151,10 @@ class BlockLayers:
         of their positions.
         """
         made = self._architecture
-        found = self._project(reduced).view(
+        projected = self._project(reduced).view(
             len(reduced), len(self.layers), 2, made.num_kv_heads, made.head_size
         )
-        keys, values = found.unbind(2)
+        keys, values = projected.unbind(2)
         if self._key_norm is not None:
             keys = functional.rms_norm(keys, keys.shape[-1:], None, made.norm_eps) * self._key_norm
         keys = keys.clone()
@@ -242,9 +242,9 @@ class BlockPass(DecoderRunner):
         last = first + len(reduced)
         assert isinstance(cache, KVBuffer)
         assert table is not None
-        found = self.layers.keys_values(reduced, table.rows(first, last, long_rope)[:, None])
+        keys_values = self.layers.keys_values(reduced, table.rows(first, last, long_rope)[:, None])
         written = cache.entries(first, last, 0, last)
-        for entries, layer in zip(written, found.unbind(1), strict=True):
+        for entries, layer in zip(written, keys_values.unbind(1), strict=True):
             entries.written.copy_(layer.permute(1, 2, 0, 3))
 
 
@@ -364,9 +364,9 @@ def make_runners(
     """
     draft = BlockHeadRunner(weights, model, penalties(), penalties())
     tensors = weights.tensors
-    found: Any = None
+    confidence: Any = None
     if CONFIDENCE in tensors:
-        found = Confidence(
+        confidence = Confidence(
             tensors[CONFIDENCE].to(model.device), tensors[CONFIDENCE_BIAS].to(model.device)
         )
-    return Runners(draft.target, draft, None, found)
+    return Runners(draft.target, draft, None, confidence)

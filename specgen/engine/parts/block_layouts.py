@@ -209,7 +209,7 @@ def _taps(
     taps = fields.aux_hidden_state_layer_ids
     if taps is None:
         ids = fields.target_layer_ids or default_layers(count, layers)
-        taps = [each + 1 for each in ids]
+        taps = [layer + 1 for layer in ids]
     if not all(0 <= tap <= count for tap in taps):
         raise unsupported(
             files, "target_layer_ids", fields.target_layer_ids or fields.aux_hidden_state_layer_ids

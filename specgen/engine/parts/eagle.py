@@ -98,7 +98,7 @@ class UnrolledAttention(Attention):
         if len(self._drafted) == 1:
             return attend_batch(query, *self._drafted[0], mask).flatten(0, 1)
         (keys, values), *of_drafts = [
-            tuple(each.repeat_interleave(group, dim=1) for each in pair) for pair in self._drafted
+            tuple(heads.repeat_interleave(group, dim=1) for heads in pair) for pair in self._drafted
         ]
         query = query.transpose(1, 2)
         drafts = [(query * own_keys).sum(-1, keepdim=True) for own_keys, _ in of_drafts]
@@ -407,7 +407,7 @@ def _feeds_normed(weights: EagleWeights, model: Model) -> bool:
     (SpecForge before its pull request 879).
     """
     ids = list(weights.trial_ids)
-    found = list[float]()
+    agreements: list[float] = []
     likeliest = ModelRunner(model).logits(Context(ids[:1]), ids[1:]).logits.argmax(-1)
     for norm_output in (True, False):
         runner = EagleRunner(replace(weights, norm_output=norm_output), model, None, None)
@@ -416,5 +416,5 @@ def _feeds_normed(weights: EagleWeights, model: Model) -> bool:
             end = start + _TRIAL_DEPTH
             probs = runner.logits(Context(ids[:start]), ids[start:end], start=1).logits.softmax(-1)
             total += float(probs.gather(1, likeliest[start:end, None]).sum())
-        found.append(total)
-    return found[0] >= found[1]
+        agreements.append(total)
+    return agreements[0] >= agreements[1]

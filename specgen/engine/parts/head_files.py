@@ -78,12 +78,12 @@ def _weight_file(folder: Path) -> str:
 
     Raises SpecgenError if there is none, and for formats that can run code when they are read.
     """
-    found = [path.name for path in files_in(folder, "*.safetensors")]
-    if MEDUSA_FILE in found:
+    names = [path.name for path in files_in(folder, "*.safetensors")]
+    if MEDUSA_FILE in names:
         return MEDUSA_FILE
-    if found:
+    if names:
         has_index = (folder / f"{SINGLE_FILE}.index.json").exists()
-        return SINGLE_FILE if has_index or len(found) > 1 else found[0]
+        return SINGLE_FILE if has_index or len(names) > 1 else names[0]
     others = files_in(folder, "*.bin", "*.pt", "*.pth")
     if not others:
         raise SpecgenError(
@@ -138,15 +138,14 @@ def matrix_shape(files: WeightFiles, name: str) -> tuple[int, int]:
 
 
 def check_size(
-    files: WeightFiles, name: str, what: str, found: int, target: LoadedModel, expected: int
+    files: WeightFiles, name: str, what: str, size: int, target: LoadedModel, expected: int
 ) -> None:
-    """Raises SpecgenError unless `found`, a size in the head's files, is `expected`, that of the
-    target.
+    """Raises SpecgenError unless `size`, which the head's files show, is the target's, `expected`.
 
     `name` is the tensor that shows the size, and `what` says in the message what has this size.
     """
-    if found != expected:
-        shows = f"{files.key(name)} is for {what} {found:,}, {target.name} has {expected:,}"
+    if size != expected:
+        shows = f"{files.key(name)} is for {what} {size:,}, {target.name} has {expected:,}"
         hint = "Name a head for this target, or the target that it was made for"
         raise SpecgenError(f"{files.owner} was made for another target: {shows}", hint)
 
@@ -159,10 +158,10 @@ def check_vocabulary(
     The number of rows of the tensor `name` decides. If it is missing, `size`, from the head's
     config.json, decides; None: nothing is checked.
     """
-    found = (*files.shape(name), 1)[0] if name in files else size
-    if found is not None:
+    stated = (*files.shape(name), 1)[0] if name in files else size
+    if stated is not None:
         shows = name if name in files else "config.json"
-        check_size(files, shows, "a vocabulary of", found, target, target.model.shape.vocab_size)
+        check_size(files, shows, "a vocabulary of", stated, target, target.model.shape.vocab_size)
 
 
 def drop_copies(
@@ -200,13 +199,13 @@ def _is_copy(files: WeightFiles, name: str, target: LoadedModel) -> bool | None:
     try:
         theirs = WeightFiles(target.folder, target.name)
         tables = _TABLES if name == EMBEDDING else _TABLES[::-1]
-        found = next(
+        key = next(
             (key for table in tables for key in theirs.names if f".{key}".endswith(f".{table}")),
             None,
         )
-        if found is None or theirs.shape(found) != files.shape(name):
+        if key is None or theirs.shape(key) != files.shape(name):
             return None
-        of_target = theirs.take_part(found, 0, ranges)
+        of_target = theirs.take_part(key, 0, ranges)
     except SpecgenError:
         return None
     own = files.take_part(name, 0, ranges).cpu()

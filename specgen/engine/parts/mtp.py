@@ -122,7 +122,7 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     if not files.names:
         return None
     whole = _attention_architecture(target)
-    number = len({found[1] for name in files.names if (found := _LAYER.fullmatch(name))})
+    number = len({match[1] for name in files.names if (match := _LAYER.fullmatch(name))})
     kind = next(kind for kind in reversed(whole.layers) if kind.mixer == "attention")
     architecture = replace(whole, num_layers=number, layers=(kind,) * number)
     if whole.mixture is not None and whole.mixture.layout != "interleaved":
@@ -162,9 +162,9 @@ def read_layers(target: LoadedModel) -> MtpWeights:
 
     Raises SpecgenError as `find_layers` does, and for damaged files.
     """
-    found = find_layers(target)
-    assert found is not None
-    files, architecture = found
+    layers = find_layers(target)
+    assert layers is not None
+    files, architecture = layers
     final_norm = None
     tensors = take_exactly(files, _shapes(architecture))
     if _MIMO_JOIN in files.key(_JOIN.format(0)):
@@ -408,8 +408,8 @@ class AssistantRunner:
             done = end
         self._rows = logits, states
         self._known = context, len(context), nodes
-        found = ModelOutput(logits[start:], states[start:])
-        return penalised(found, self._penalties, context, draft, parents, start)
+        output = ModelOutput(logits[start:], states[start:])
+        return penalised(output, self._penalties, context, draft, parents, start)
 
     def _pass_after(self, cached: int) -> PassInputs:
         """Returns the layers' inputs behind `cached` tokens of the target: what they read of it,
@@ -450,8 +450,8 @@ class AssistantRunner:
             return self._head(hidden)
         best = self._centroids(hidden).topk(self._groups, dim=-1).indices
         ids = self._order[best].flatten(1)
-        found = torch.einsum("ntw,nw->nt", self._table[ids], hidden)
-        return found.new_full((len(hidden), self.vocab_size), -torch.inf).scatter_(1, ids, found)
+        scores = torch.einsum("ntw,nw->nt", self._table[ids], hidden)
+        return scores.new_full((len(hidden), self.vocab_size), -torch.inf).scatter_(1, ids, scores)
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: the assistant has no KV cache."""

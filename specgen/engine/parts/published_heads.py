@@ -14,6 +14,7 @@ here: it has to have exactly the expected tensors, with shapes that fit each oth
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -128,8 +129,8 @@ class PublishedHead:
             "glide": _QUERY,
         }
         kinds["mtp"] = JOIN
-        found = [kind for kind in kinds if kinds[kind] in self.files]
-        if not found:
+        fitting = [kind for kind in kinds if kinds[kind] in self.files]
+        if not fitting:
             problem = (
                 "it is of no kind that specgen knows (its first tensor: "
                 f"{self.files.key(min(self.files.names, default='none'))})"
@@ -141,7 +142,7 @@ class PublishedHead:
                     "model with -d"
                 ),
             )
-        self.kind = found[0]
+        self.kind = fitting[0]
 
     def read(self) -> HeadWeights | AssistantWeights:
         """Returns the weights, on the target's device and in the dtype of their files. All shapes
@@ -182,8 +183,10 @@ def _read_eagle(
         FEATURE_NORM in files
         or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
     )
-    what, found = ("three features of", fused // 3) if is_third else ("a hidden size of", width)
-    check_size(files, FC, what, found, target, shape.hidden_size)
+    if is_third:
+        check_size(files, FC, "three features of", fused // 3, target, shape.hidden_size)
+    else:
+        check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
     check_vocabulary(files, "t2d" if is_third else EMBEDDING, target, fields.vocab_size)
     weights, shapes = _decoder(files, config, fields, target, width)
     expect(files, shapes, {"fc.bias": (width,)})
@@ -229,7 +232,7 @@ def _read_eagle(
     count = shape.num_layers
     layers = fields.eagle_aux_hidden_state_layer_ids
     layers = layers or [2, count // 2, count - 3]
-    if not all(0 <= each < count for each in layers) or len(set(layers)) != 3:
+    if not all(0 <= layer < count for layer in layers) or len(set(layers)) != 3:
         problem = (
             f"its feature layers {layers} ({FEATURES}) do not fit {target.name} "
             f"with its {count} layers"
@@ -288,7 +291,7 @@ def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, 
     )
     layers = fields.eagle_aux_hidden_state_layer_ids
     if layers is not None and layers[0] == 1 and flat.get(FEATURES) != config.get(FEATURES):
-        fields = fields.model_copy(update={FEATURES: [each + 1 for each in layers]})
+        fields = fields.model_copy(update={FEATURES: [layer + 1 for layer in layers]})
     for name, value in _UNSUPPORTED.items():
         if flat.get(name) is value:
             raise unsupported(files, name, value)
@@ -312,12 +315,14 @@ def _decoder(
     has_norms = "self_attn.q_norm." in names
     output_bias = "self_attn.o_proj.bias" in names
     head_size = fields.head_dim or matrix_shape(files, f"{first}q_proj.weight")[0] // heads
+    if has_norms:
+        model_type = "qwen3"
+    elif f"{first}q_proj.bias" in names and not output_bias:
+        model_type = "qwen2"
+    else:
+        model_type = "llama"
     config = {
-        "model_type": "qwen3"
-        if has_norms
-        else "qwen2"
-        if f"{first}q_proj.bias" in names and not output_bias
-        else "llama",
+        "model_type": model_type,
         "hidden_size": width,
         "intermediate_size": matrix_shape(files, "layers.0.mlp.gate_proj.weight")[0],
         "num_hidden_layers": max(1, len(set(re.findall(r"\blayers\.(\d+)\.", names)))),
@@ -365,15 +370,15 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
     vocab_size = target.model.shape.vocab_size
     width = matrix_shape(files, first)[0]
     check_size(files, first, "a hidden size of", width, target, target.model.shape.hidden_size)
-    found = [match for name in files.names if (match := _BLOCK.fullmatch(name))]
-    heads, layers = (range(len({match[group] for match in found})) for group in (1, 2))
+    matches = [match for name in files.names if (match := _BLOCK.fullmatch(name))]
+    heads, layers = (range(len({match[group] for match in matches})) for group in (1, 2))
     blocks = [[f"blocks.{head}.layers.{layer}" for layer in layers] for head in heads]
     names = [HEAD] if HEAD in files else [f"lm_heads.{head}.weight" for head in heads]
     if not any(name in files for name in names[1:]):
         names = [name for name in names[:1] if name in files]
     rows = matrix_shape(files, names[0])[0] if names else vocab_size
     shapes: dict[str, Shape] = dict.fromkeys(names, (rows, width))
-    for block in (block for each in blocks for block in each):
+    for block in itertools.chain.from_iterable(blocks):
         shapes[f"{block}.weight"] = width, width
         expect(files, shapes, {f"{block}.bias": (width,)})
     if "token_map" in files:
@@ -391,8 +396,8 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
         tables = tables if ids is None else [table[ids.to(table.device)] for table in tables]
     zeros = tensors[first].new_zeros(width)
     read = [
-        [(tensors[f"{block}.weight"], tensors.get(f"{block}.bias", zeros)) for block in each]
-        for each in blocks
+        [(tensors[f"{block}.weight"], tensors.get(f"{block}.bias", zeros)) for block in head]
+        for head in blocks
     ]
     own = [tables[min(head, len(tables) - 1)] for head in heads] if tables else None
     return MedusaWeights(read, own, None if ids is None else ids.to(target.device))

@@ -303,10 +303,10 @@ def check_head_folder(folder: Path) -> None:
     """Raises SpecgenError if `save_head` would overwrite files in `folder` that are no head trained
     by specgen, such as a model's."""
     names = ("config.json", SINGLE_FILE, MEDUSA_FILE)
-    found = next((name for name in names if (folder / name).exists()), None)
-    if found is not None and not (folder / HEAD_DESCRIPTION).exists():
+    foreign = next((name for name in names if (folder / name).exists()), None)
+    if foreign is not None and not (folder / HEAD_DESCRIPTION).exists():
         raise SpecgenError(
-            f"{folder} has a {found} that does not belong to a head trained by specgen",
+            f"{folder} has a {foreign} that does not belong to a head trained by specgen",
             "Name another folder",
         )
 
@@ -321,7 +321,8 @@ def save_head(folder: Path, weights: HeadWeights, description: HeadDescription) 
     config, tensors, name = published(weights, description.target, description.sizes)
     if isinstance(weights, MedusaWeights):
         description = replace(
-            description, rank_accuracies=[list(each) for each in weights.rank_accuracies]
+            description,
+            rank_accuracies=[list(accuracies) for accuracies in weights.rank_accuracies],
         )
     data = save({key: _stored(tensor) for key, tensor in tensors.items()}, {"format": "pt"})
     description = replace(description, weights=file_fingerprint(BytesIO(data)))

@@ -152,9 +152,9 @@ def place(
             models[1], rooms[0].device, precisions[1], min(models[1].context_limit, context)
         )
         draft = of_draft.weights + of_draft.cache * len(of_draft.layers) + of_draft.working
-    found = plan(rooms, target, context, draft)
-    uses_cpu = found is None or any(
-        stage.layers and stage.device.type == "cpu" for stage in found.stages
+    placement = plan(rooms, target, context, draft)
+    uses_cpu = placement is None or any(
+        stage.layers and stage.device.type == "cpu" for stage in placement.stages
     )
     # accelerate computes the CPU's layers on the first GPU
     if uses_cpu and models[0].backend == "transformers":
@@ -163,10 +163,10 @@ def place(
             cache=0,
             working=target.working + target.cache * len(target.layers) + max(target.layers),
         )
-        found = plan(rooms, target, context, draft)
-    if found is None:
+        placement = plan(rooms, target, context, draft)
+    if placement is None:
         raise _does_not_fit(models[0].name, rooms, target, context, draft)
-    return found
+    return placement
 
 
 def plan(
@@ -228,11 +228,11 @@ def model_memory(
     others = 0
     has_head = False
     for name, taken in weight_bytes(files, device, weights).items():
-        found = _LAYER.search(name)
-        if found is not None:
+        match = _LAYER.search(name)
+        if match is not None:
             # others predict further tokens, and are not loaded
-            if int(found[1]) < shape.num_layers:
-                layers[int(found[1])] += taken
+            if int(match[1]) < shape.num_layers:
+                layers[int(match[1])] += taken
         elif name.startswith(_HEADS):
             has_head = True
             others = others + taken

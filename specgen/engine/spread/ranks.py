@@ -147,8 +147,8 @@ class Group:
     def _run(
         self, dropped: Sequence[int], number: int, method: str, arguments: Sequence[Any]
     ) -> Any:
-        for each in dropped:
-            self.objects.pop(each, None)
+        for unused in dropped:
+            self.objects.pop(unused, None)
         return getattr(self.objects[number], method)(*arguments)
 
     @inference

@@ -126,13 +126,13 @@ class Shard:
             "neurons": (whole.intermediate_size, self.neurons),
         }
         size = length // sum(counts[unit][0] for unit in units)
-        found = []
+        own_ranges = []
         start = 0
         for unit in units:
             count, own = counts[unit]
-            found.append(range(start + own.start * size, start + own.stop * size))
+            own_ranges.append(range(start + own.start * size, start + own.stop * size))
             start += count * size
-        return found
+        return own_ranges
 
     @property
     def stored_tokens(self) -> range:
@@ -188,7 +188,7 @@ class ShardedAttention(Attention):
         counts = [self._heads, self._kv_heads]
         part = heads.narrow(1, 0, sum(counts))
         query, key = (
-            each.sum(-1) for each in torch.split(part.float().square().sum(-1), counts, dim=1)
+            heads.sum(-1) for heads in torch.split(part.float().square().sum(-1), counts, dim=1)
         )
         squares = torch.stack(
             (query / whole.num_heads, key / (self._shard.copies * whole.num_kv_heads))
@@ -196,7 +196,10 @@ class ShardedAttention(Attention):
         self._group.sum(squares)
         factors = torch.rsqrt(squares / whole.head_size + whole.norm_eps)
         by_head = torch.cat(
-            [each[:, None].expand(-1, count) for each, count in zip(factors, counts, strict=True)],
+            [
+                factor[:, None].expand(-1, count)
+                for factor, count in zip(factors, counts, strict=True)
+            ],
             dim=1,
         )
         torch.mul((part.float() * by_head[:, :, None]).to(part.dtype), weight, out=part)
@@ -297,19 +300,19 @@ class ShardedModel(NativeModel):
         return run
 
     def embeddings(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "embeddings", ids.cpu(), {})
-        return found
+        states: Tensor = self.group.call(self, "native", "embeddings", ids.cpu(), {})
+        return states
 
     def head_logits(self, hidden: Tensor, *, is_raw: bool = False) -> Tensor:
-        found: Tensor = self.group.call(
+        logits: Tensor = self.group.call(
             self, "native", "head_logits", hidden.cpu(), {"is_raw": is_raw}
         )
-        return found
+        return logits
 
     @inference
     def reference_logits(self, ids: Sequence[int]) -> Tensor:
-        found: Tensor = self.group.call(self, "native", "reference_logits", list(ids), {})
-        return found
+        logits: Tensor = self.group.call(self, "native", "reference_logits", list(ids), {})
+        return logits
 
     def batch(self, *_: Any, **__: Any) -> ModelOutput:
         raise SpecgenError(

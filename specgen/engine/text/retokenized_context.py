@@ -121,8 +121,8 @@ class RetokenizedContext:
         """Fixes the tokens of a long text up to its last words."""
         if len(self._text) > _LONGEST:
             ends = [
-                found.start()
-                for found in _BETWEEN_WORDS.finditer(self._text, 0, len(self._text) - _KEPT)
+                match.start()
+                for match in _BETWEEN_WORDS.finditer(self._text, 0, len(self._text) - _KEPT)
             ]
             if ends or len(self._text) > 8 * _LONGEST:
                 self._settle(ends[-1] if ends else len(self._text) - _KEPT)

@@ -151,9 +151,11 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
             pieces[id_] = piece
             kinds[id_] = kind_
     ids: dict[bytes, int] = {}
-    for id_, found in enumerate(pieces):
-        if found is not None and (found not in ids or kinds[id_] < kinds[ids[found]]):
-            ids[found] = id_
+    for id_, own_bytes in enumerate(pieces):
+        if own_bytes is None:
+            continue
+        if own_bytes not in ids or kinds[id_] < kinds[ids[own_bytes]]:
+            ids[own_bytes] = id_
     names = {id_: text for text, id_ in vocabulary.items() if pieces[id_] is None}
     return TokenBytes(pieces, special, ids, names, pipeline)
 
@@ -194,10 +196,10 @@ def _space_mark(steps: Iterable[Mapping[str, Any]]) -> str | None:
         if step["type"] == "Metaspace":
             return str(step["replacement"])
         if step["type"] == "Replace":
-            found = step["pattern"].get("String")
+            pattern = step["pattern"].get("String")
             replacement = step["content"]
-            if found == " " or replacement == " ":
-                return str(replacement if found == " " else found)
+            if pattern == " " or replacement == " ":
+                return str(replacement if pattern == " " else pattern)
     return None
 
 

@@ -208,9 +208,9 @@ def load_tokenizer(
 def _of_folder(
     folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str
 ) -> Tokenizer:
-    found = read_files(folder, config)
-    if found is not None:
-        return _native(found)
+    files = read_files(folder, config)
+    if files is not None:
+        return _native(files)
     from specgen.engine.transformers.quiet import reading
 
     with reading("tokenizer", name):

@@ -78,16 +78,16 @@ def read_gguf_tokenizer(path: Path, name: str) -> TokenizerFiles:
 
 @lru_cache(maxsize=2)  # the target's and the draft's, which are both read twice at a start
 def _gguf_tokenizer(path: Path, name: str, state: tuple[int, ...]) -> TokenizerFiles:
-    found = read_tokenizer(open_gguf(path, name), name)
+    read = read_tokenizer(open_gguf(path, name), name)
     try:
-        pipeline, digest = parse(json.dumps(found.description, ensure_ascii=False).encode())
+        pipeline, digest = parse(json.dumps(read.description, ensure_ascii=False).encode())
     except Exception as error:  # the tokenizers library raises plain Exception
         reason = shorten(" ".join(str(error).split()), 120, placeholder=" …")
         raise SpecgenError(
             f"{name} has a tokenizer that cannot be used: {reason}",
             "Take another file of this model",
         ) from error
-    return TokenizerFiles(pipeline, digest, found.special_tokens, found.template, found.warning)
+    return TokenizerFiles(pipeline, digest, read.special_tokens, read.template, read.warning)
 
 
 def read_old_template(folder: Path) -> str | None:

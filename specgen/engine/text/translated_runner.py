@@ -156,7 +156,7 @@ class TranslatedRunner:
         spelled = [self._spelling(token) for token in draft]
         # only the last of each: there is room for these
         if len(own) + _deepest(spelled, parents) > self.context_limit:
-            spelled = [each[-1:] or own.ids[-1:] for each in spelled]
+            spelled = [ids[-1:] or own.ids[-1:] for ids in spelled]
         nodes: list[int] = []
         node_parents: list[int] = []
         # the last node of the context, and of each drafted token; its parent's if it has none
@@ -181,23 +181,25 @@ class TranslatedRunner:
         The target's tokens come first, then the draft's other ones.
         """
         # the draft's tokens of each target token; those of -1 are other ones
-        found: dict[int, list[int]] = {}
+        draft_ids: dict[int, list[int]] = {}
         for id_ in range(count):
             target = (
                 translation.draft_to_target[id_] if id_ < len(translation.draft_to_target) else -1
             )
-            found.setdefault(target if target < translation.width else -1, []).append(id_)
-        others = found.pop(-1, [])
+            draft_ids.setdefault(target if target < translation.width else -1, []).append(id_)
+        others = draft_ids.pop(-1, [])
         targets = range(translation.width)
         device = self.device
         self._origins = torch.tensor(
-            [*(found.get(target, [0])[0] for target in targets), *others], device=device
+            [*(draft_ids.get(target, [0])[0] for target in targets), *others], device=device
         )
         self._missing = torch.tensor(
-            [target for target in targets if target not in found], dtype=torch.int64, device=device
+            [target for target in targets if target not in draft_ids],
+            dtype=torch.int64,
+            device=device,
         )
         several = (
-            [(target, ids[number]) for target, ids in found.items() if len(ids) > number]
+            [(target, ids[number]) for target, ids in draft_ids.items() if len(ids) > number]
             for number in range(1, count)
         )
         self._again = [

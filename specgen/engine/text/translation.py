@@ -117,10 +117,10 @@ class Translation:
         """
         if id_ < len(self.target_to_draft) and (single := self.target_to_draft[id_]) >= 0:
             return (single,)
-        found = self._spelled.get(id_)
-        if found is None:
-            found = self._spelled[id_] = tuple(self._spell(id_))
-        return found
+        ids = self._spelled.get(id_)
+        if ids is None:
+            ids = self._spelled[id_] = tuple(self._spell(id_))
+        return ids
 
     def _spell(self, id_: int) -> list[int]:
         piece = self._piece(id_)
@@ -165,8 +165,8 @@ class Translation:
             elif is_first and not ids:
                 ids += self.draft.encode(text)
             else:
-                found = self._encode_inside(text)
-                ids += found if found is not None else self._spell_bytes(exact)
+                inside = self._encode_inside(text)
+                ids += inside if inside is not None else self._spell_bytes(exact)
         return ids
 
     def _encode_inside(self, text: str) -> list[int] | None:
@@ -211,20 +211,20 @@ def _matched(
     Tokens are matched by their bytes; tokens without bytes by their role, then by their text. Each
     of `ends` is matched with one of `other_ends`, so that drafts can end.
     """
-    found = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
+    matches = [-1 if piece is None else other.ids.get(piece, -1) for piece in source.pieces]
     for role in ("eos", "bos", "unk", "pad"):  # one token may have several roles
-        if role in source.special and role in other.special and found[source.special[role]] < 0:
-            found[source.special[role]] = other.special[role]
+        if role in source.special and role in other.special and matches[source.special[role]] < 0:
+            matches[source.special[role]] = other.special[role]
     by_name = {name: id_ for id_, name in other.names.items()}
     for id_, name in source.names.items():
-        if found[id_] < 0 and name in by_name:
-            found[id_] = by_name[name]
+        if matches[id_] < 0 and name in by_name:
+            matches[id_] = by_name[name]
     usual = other.special.get("eos")
     end = usual if usual in other_ends else min(other_ends, default=None)
     for id_ in ends:
-        if end is not None and id_ < len(found) and found[id_] not in other_ends:
-            found[id_] = end
-    return found
+        if end is not None and id_ < len(matches) and matches[id_] not in other_ends:
+            matches[id_] = end
+    return matches
 
 
 def _parts(data: bytes) -> Iterator[tuple[str, bool]]:
@@ -325,8 +325,8 @@ def covered_tokens(
     """
     ids = _whole_characters(ours, ids)
     spans = list(_spans(ours, ids[first:]))
-    found = set(_spans(theirs, theirs.encode(ours.of_ids(ids).decode(errors="replace"))))
-    return sum(span in found for span in spans), len(spans)
+    their_spans = set(_spans(theirs, theirs.encode(ours.of_ids(ids).decode(errors="replace"))))
+    return sum(span in their_spans for span in spans), len(spans)
 
 
 def overlap_of_examples(target: Tokenizer, draft: Tokenizer) -> TokenOverlap:

@@ -99,7 +99,9 @@ class KVCache(Cache):  # type: ignore[misc]
             buffer[:, :, start : start + len(indices)] = moved
 
     def keep_sequences(self, kept: Sequence[int]) -> None:
-        for layer in (each for each in self.layers if each.keys is not None):
+        for layer in self.layers:
+            if layer.keys is None:
+                continue
             index = torch.tensor(kept, device=layer.keys.device)
             layer.keys = layer.keys[index]
             layer.values = layer.values[index]

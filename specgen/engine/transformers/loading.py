@@ -380,14 +380,14 @@ def module_devices(
         )
     tied = bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
     head = module.get_output_embeddings()
-    found = {f"{layers}.{index}": device for index, device in enumerate(layer_devices)}
+    placed = {f"{layers}.{index}": device for index, device in enumerate(layer_devices)}
     are_before = True
     for path, part in named:
         if path == layers:
             are_before = False
         elif not path.startswith(f"{layers}.") and not any(part.children()):
             has_weights = any(True for _ in part.parameters())
-            found[path] = layer_devices[
+            placed[path] = layer_devices[
                 0 if are_before or not has_weights or (tied and part is head) else -1
             ]
-    return found
+    return placed

@@ -66,7 +66,7 @@ def reading(part: str, name: str) -> Iterator[None]:
                 raise SpecgenError(f"{name} {problem}", hint) from error
         if isinstance(error, KeyError):  # its text is the key alone
             text = f"{text} is unknown"
-        plain = _PYTHON_NAMES.sub(lambda found: found["type"] or "", text)
+        plain = _PYTHON_NAMES.sub(lambda match: match["type"] or "", text)
         reason = shorten(plain, 160, placeholder=" …") or "its values contradict each other"
         hint = (
             "Install what is missing"

@@ -66,18 +66,18 @@ def replace_recurrences(module: Any) -> FixedState | None:
     another kind of state."""
     config = module.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
-    found = [
+    recurrent = [
         (part, function)
         for part in module.modules()
         for function in _functions(part)
         if _STATE_METHODS & _names(function)
     ]
-    if not found:
+    if not recurrent:
         kept = ", ".join(sorted(others)) or (
             config.model_type if getattr(type(module), "_is_stateful", False) else None
         )
         return None if kept is None else FixedState(kept, grows=False)
-    for part, function in found:
+    for part, function in recurrent:
         if config.model_type in _UNLIMITED:
             part.time_step_limit = _NO_LIMIT
         if (
@@ -86,7 +86,7 @@ def replace_recurrences(module: Any) -> FixedState | None:
             or others - RECURRENT_TYPES - _PLAIN_TYPES
         ):
             return FixedState(type(part).__name__, grows=True)
-    for part, function in found:
+    for part, function in recurrent:
         names = {**function.__globals__, **_replaced(part, function)}
         own = FunctionType(
             function.__code__, names, "forward", function.__defaults__, function.__closure__
@@ -146,10 +146,10 @@ def _convolve(
     if not isinstance(inputs, ConvInput):
         return theirs(inputs, weight, bias, **options)
     steps, records, x = inputs
-    found = records(steps, x[0].t(), weight, bias)
+    convolved = records(steps, x[0].t(), weight, bias)
     activation = options.get("activation")
-    found = found if activation is None else ACT2FN[activation](found)
-    return found.to(x.dtype).t()[None]
+    convolved = convolved if activation is None else ACT2FN[activation](convolved)
+    return convolved.to(x.dtype).t()[None]
 
 
 def _delta_rule(
@@ -169,10 +169,10 @@ def _delta_rule(
         parts[:2] = map(unit_length, parts[:2])
     own_query, own_key, own_value, decay, beta = parts
     decay = decay if decay.dim() == 3 else decay[..., None]
-    found = inputs.records(
+    read = inputs.records(
         inputs.steps, own_query * query.shape[-1] ** -0.5, own_key, own_value, decay, beta
     )
-    return found[None].to(query.dtype), found[:0]
+    return read[None].to(query.dtype), read[:0]
 
 
 def _scan(
@@ -190,14 +190,14 @@ def _scan(
         return theirs(x, dt, a, b, c, **options)
     step = softplus(dt[0] + options["dt_bias"].to(dt.dtype)).clamp(*options["dt_limit"]).float()
     values = x[0].float()
-    found = inputs.records(
+    read = inputs.records(
         inputs.steps,
         c[0].float(),
         b[0].float(),
         values * step[..., None],
         (step * a.float())[..., None],
     )
-    return (found + options["D"][:, None] * values)[None].contiguous(), found[:0]
+    return (read + options["D"][:, None] * values)[None].contiguous(), read[:0]
 
 
 def _step(
@@ -218,11 +218,11 @@ def _step(
         "dt_limit": limit,
         "initial_states": inputs,
     }
-    found = _scan(
+    scanned = _scan(
         theirs, x[:, None], dt[:, None, :, 0], a[:, 0, 0], b[:, None], c[:, None], **of_heads
     )[0][:, 0]
     gate = options.get("z")
-    return found if gate is None else found * silu(gate)
+    return scanned if gate is None else scanned * silu(gate)
 
 
 _OWN: Mapping[str, Callable[..., Any]] = {

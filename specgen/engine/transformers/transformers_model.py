@@ -479,15 +479,15 @@ class AttentionMasks:
             for window in {*self._windows.values()} or {self._window}
         }
         masks = {each: mask.view(-1, 1, *mask.shape[-2:]) for each, mask in made.items()}
-        found = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
-        if "chunked_attention" in found:  # a token sees those of its own chunk alone (Llama 4)
+        by_type = {name: masks[each] for name, each in self._windows.items()} | self._recurrent
+        if "chunked_attention" in by_type:  # a token sees those of its own chunk alone (Llama 4)
             first = attention_mask.positions // self._chunk * self._chunk
             before = attention_mask.key_positions[..., None, :] < first[..., :, None]
             earlier_chunk = before.view(-1, 1, *before.shape[-2:])
-            found["chunked_attention"] = masks[None].masked_fill(
+            by_type["chunked_attention"] = masks[None].masked_fill(
                 earlier_chunk, torch.finfo(dtype).min
             )
-        return found or masks[self._window]
+        return by_type or masks[self._window]
 
 
 def _takes_mapping(model: Any) -> bool:
