@@ -127,10 +127,7 @@ def _settings_of(name: str) -> list[str]:
     from specgen import methods
 
     method = methods.METHODS.get(name or methods.DEFAULT_METHOD)
-    if method is None:
-        return []
-    policy = ["policy"] if method.any_policy else []
-    return [*policy, *methods.known_settings(method, method.policy)]
+    return [] if method is None else methods.settable_names(method)
 
 
 def _parameter(

@@ -95,8 +95,11 @@ def compare(
                 "--tuned is given, and there is no tuned profile for these models here",
                 "Run specgen tune",
             )
-        drafts = _drafts_meanwhile(config.specs) or _drafts_in_turn(config.specs)
-        if recorded is None and not output.quiet and drafts:
+        drafts_tokens = any(
+            spec.choice.method.draft_of(pair.models) and not spec.choice.settings.drafts_text
+            for spec in config.specs
+        )
+        if recorded is None and not output.quiet and drafts_tokens:
             show_overlap(pair, err)
 
         if not asked.methods and recorded is None:
@@ -153,21 +156,6 @@ def _config(
     )
 
 
-def _drafts_meanwhile(specs: Sequence[MethodSpec]) -> bool:
-    """Whether one of the methods drafts while the target verifies (PEARL)."""
-    return any(spec.choice.method.is_parallel for spec in specs)
-
-
-def _drafts_in_turn(specs: Sequence[MethodSpec]) -> bool:
-    """Whether one of the methods runs the draft model in turn with the target, in this process."""
-    for spec in specs:
-        method = spec.choice.method
-        is_in_turn = method.needs_draft_model and not method.is_parallel
-        if is_in_turn and not spec.choice.settings.drafts_text:
-            return True
-    return False
-
-
 def _open_pair(
     models: DecodingGroup,
     specs: Sequence[MethodSpec],
@@ -177,15 +165,15 @@ def _open_pair(
     tuned_for: SamplingParams | None,
 ) -> tuple[Pair, Profile | None]:
     """Loads the models that the methods need: `opening.open_pair`."""
-    needs_model = any(spec.is_baseline or spec.choice.method.uses_draft_model for spec in specs)
+    drafts = {spec.choice.method.loading.draft for spec in specs} - {""}
+    has_baseline = any(spec.is_baseline for spec in specs)
     return open_pair(
         models,
         err,
         quiet=output.quiet,
-        parallel=_drafts_meanwhile(specs),
-        sequential=_drafts_in_turn(specs),
+        drafts=drafts,
         tuned_for=tuned_for,
-        find="untried" if needs_model else "heads",
+        find="untried" if drafts or has_baseline else "heads",
     )
 
 

@@ -32,8 +32,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.base.model_options import Finding
-    from specgen.methods.base import Choice, Method
+    from specgen.methods.base import Choice
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
 
@@ -71,7 +70,7 @@ def generate(
         if models.finds and profile is None and not is_named:
             trial_text = prompts[0].text if prompts else text
             name = choose_found(pair, trial_text, params, err, quiet=output.quiet)
-        draft = pair.draft if methods.find(name).uses_draft_model else None
+        draft = methods.find(name).draft_of(pair.models)
         if tuned and models.finds and draft is not None:
             tuned += f", drafted by {draft.name}"
 
@@ -131,8 +130,7 @@ class _Answers:
         request = pair.request(
             prompt, decoding.name, decoding.sampling, record=is_recorded, **decoding.settings
         )
-        measures = request.method.may_measure(request.settings)
-        with Progress(self.err, quiet=quiet or not measures) as progress:
+        with Progress(self.err, quiet=quiet) as progress:
             progress.announce("preparing")
             run = pair.prepare(request)
 
@@ -163,8 +161,9 @@ def _choice(asked: GenerateOptions, models: DecodingGroup, params: SamplingParam
     name, settings = methods.split(methods.DEFAULT_METHOD if asked.method is None else asked.method)
     settings |= parse_pairs(asked.settings or [])
     method = methods.find(name)
-    if method.needs_draft_model and not models.has_draft:
-        raise method.without_part(models.target)
+    refusal = None if models.has_draft else method.refusal_without_draft(models.target)
+    if refusal is not None:
+        raise refusal
     choice = methods.choose(name, settings)
     method.check_request(choice.settings, params)
     return choice
@@ -197,18 +196,15 @@ def _open_pair(
 ) -> tuple[Pair, Profile | None]:
     """Loads the models that the method needs, as `opening.open_pair`. A profile is looked for
     unless the user gave settings."""
-    method = choice.method
-    drafts_text = choice.settings.drafts_text
-    is_sequential = method.uses_draft_model and not method.is_parallel and not drafts_text
+    loading = choice.method.loading
     return open_pair(
         models,
         err,
         quiet=output.quiet,
-        parallel=method.is_parallel,
-        sequential=is_sequential,
+        drafts={loading.draft},
         tuned_for=None if choice.given else params,
         remembered=True,
-        find=_looked_for(method, sequential=is_sequential),
+        find=loading.find,
         is_method_named=is_named,
     )
 
@@ -248,10 +244,10 @@ def _say_what_decodes(pair: Pair, decoding: Decoding, err: Console) -> None:
     model can draft; nothing with --quiet."""
     if decoding.output.quiet:
         return
-    uses_draft = methods.find(decoding.name).uses_draft_model
-    models = models_in_words(pair, with_draft=uses_draft)
+    draft = methods.find(decoding.name).draft_of(pair.models)
+    models = models_in_words(pair, with_draft=draft is not None)
     err.print(Text(f"{models}, {decoding.name}", "quiet"), soft_wrap=True)
-    if uses_draft and decoding.settings.get("translation") != "text":
+    if draft is not None and decoding.settings.get("translation") != "text":
         show_overlap(pair, err)
 
 
@@ -309,20 +305,6 @@ def _is_recorded(path: Path) -> bool:
         problem = f"the trace {path} holds the runs of several prompts, which would be lost"
         raise SpecgenError(problem, "Name another file, or delete this one")
     return True
-
-
-def _looked_for(method: Method, *, sequential: bool) -> bool | Finding:
-    """Returns the value of `find`, as in `specgen.load`, for this method.
-
-    `sequential`: the method runs a draft model in this process.
-    """
-    if method.head:
-        return "heads"
-    if not method.uses_draft_model:
-        return False
-    if not sequential:
-        return "unloaded"
-    return True if method.drafts_without_model else "untried"
 
 
 def _is_read_in_turns(asked: GenerateOptions, output: GenerateOutput) -> bool:

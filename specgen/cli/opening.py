@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -47,8 +47,7 @@ def open_pair(
     err: Console,
     *,
     quiet: bool,
-    parallel: bool = False,
-    sequential: bool = True,
+    drafts: Collection[str] = ("here",),
     tuned_for: SamplingParams | None = None,
     remembered: bool = False,
     find: bool | Finding = "untried",
@@ -58,12 +57,11 @@ def open_pair(
     pair as it was tuned for the sampling `tuned_for`, and its profile; None without a profile, or
     with `tuned_for` None.
 
-    `parallel`: a method drafts while the target verifies (PEARL), which on a CPU takes a second
-    process for the draft model. That process is started first, so that both import torch at the
-    same time. `sequential`: a method may run the draft model in this process, so its weights are
-    loaded here too. `remembered`: see `Pair.warm_up`. `find` says what to look for where no drafter
-    is named: see `specgen.load`. `is_method_named`: nothing is said about a profile that does not
-    fit, unless the user named that profile.
+    `drafts` says where the draft model runs in the methods to come, as `Loading.draft`: `here`, so
+    its weights are loaded too, or in a `worker`, which on a CPU is a second process. That process
+    is started first, so that both import torch at the same time. `remembered`: see `Pair.warm_up`.
+    `find` says what to look for where no drafter is named: see `specgen.load`. `is_method_named`:
+    nothing is said about a profile that does not fit, unless the user named that profile.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -71,7 +69,7 @@ def open_pair(
         os.environ["OMP_NUM_THREADS"] = str(models.threads)
     with Progress(err, quiet=quiet) as loading:
         process = None
-        if parallel and models.probably_on_cpu and is_possible():
+        if "worker" in drafts and models.probably_on_cpu and is_possible():
             process = DraftProcess()
         loading.announce("loading torch")
         from specgen.pair.loading import load_pair
@@ -84,7 +82,10 @@ def open_pair(
                 pair, tuned_for, models, process, loading, is_silent=is_silent
             )
         pair.warm_up(
-            loading.announce, sequential=sequential, parallel=parallel, remembered=remembered
+            loading.announce,
+            sequential="here" in drafts,
+            parallel="worker" in drafts,
+            remembered=remembered,
         )
         interrupts.check()
         for text in _notes(pair):

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import RunError
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.measuring import energy_meter_for
-from specgen.base.part_kinds import MTP
 from specgen.base.text import print_json
 from specgen.base.types import QUANTISED, Round
-from specgen.decoding.policy_base import MATCH_LENGTH
 from specgen.pair import records
 from specgen.pair.figures import Figures
 from specgen.view import theme
@@ -202,7 +200,8 @@ class OutputWriter:
         run = self._run
         energy = self._figures.energy
         costs = run.costs
-        draft = self._pair.draft if method.uses_draft_model else None
+        draft = method.draft_of(self._pair.models)
+        remark = method.drafting_remark(self._pair.models)
         if not method.lossless:
             yield "lossy"
         if target.precision.rounding is not None:
@@ -215,9 +214,8 @@ class OutputWriter:
             yield f"window {costs.window.size}, c {costs.ratio:.1f}"
         elif "window" in run.settings.values and not self._tuned:  # `tuned` contains the window
             yield f"window {run.settings.values['window']}"
-        if MATCH_LENGTH in method.signals and self._pair.draft is None:
-            has_layers = method.drafts_without_model and self._pair.models.has_part(MTP)
-            yield f"{MTP} drafts" if has_layers else "no draft model"
+        if remark:
+            yield remark
         is_cut_short = self._request.limit < self._request.sampling.max_new_tokens
         if is_cut_short and finish_reason == "length":
             length = f"{len(run.context):,} tokens"

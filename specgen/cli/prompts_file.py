@@ -164,7 +164,7 @@ class PromptsFile:
         """Whether a trace's start line is that of a run of this request."""
         target = self._pair.target
         sampling = asdict(request.sampling) | {"stop": list(request.sampling.stop)}
-        settings = request.settings.as_dict(with_policy=request.method.any_policy)
+        settings = request.method.as_dict(request.settings)
         pairs = [
             (start.get("prompt_index"), prompt.index),
             (start["prompt_ids"], request.prompt_ids),

@@ -116,10 +116,11 @@ def tune_pair(
     if asked.out is None or not may_reuse:
         _check_folder(asked.out or data_folder(), asked)
     err = theme.console(stderr=True, no_color=output.no_color)
-    is_parallel = any(methods.find(name).is_parallel for name in request.names or methods.METHODS)
-    pair, profile = open_pair(
-        models, err, quiet=output.quiet, parallel=models.has_draft and is_parallel
-    )
+    drafts = {"here"}
+    if models.has_draft:
+        names = request.names or methods.METHODS
+        drafts |= {methods.find(name).loading.draft for name in names}
+    pair, profile = open_pair(models, err, quiet=output.quiet, drafts=drafts)
     failure = None
     with ExitStack() as opened:
         opened.enter_context(pair)
@@ -210,9 +211,13 @@ def _check(
             f"{option} is for lossy methods, and none is tuned", "Add one: --methods mtad,bild"
         )
 
-    usable = [method for method in tuned if has_draft or not method.needs_draft_model]
-    if len(usable) < len(tuned) and all(method.name == "ar" for method in usable):
-        raise next(method for method in tuned if method.needs_draft_model).without_part(None)
+    refusals = {
+        method.name: None if has_draft else method.refusal_without_draft(None) for method in tuned
+    }
+    usable = [method for method in tuned if refusals[method.name] is None]
+    first = next((refusal for refusal in refusals.values() if refusal is not None), None)
+    if first is not None and all(method.name == "ar" for method in usable):
+        raise first
     if names is None or exportable is None:
         return
     if not any(method.name in exportable for method in usable):

@@ -140,11 +140,13 @@ def _assistant(pair: Pair, name: str) -> Any | None:
             f"{name} has to hold the whole target in one of {launched.ranks} processes",
             "Run without torchrun",
         )
-    if not BASELINES[name].needs_draft_model:
-        return None
-    if pair.draft is None:
-        raise BASELINES[name].without_part(None)
-    return pair.draft.transformers_module
+    draft = BASELINES[name].draft_of(pair.models)
+    if draft is not None:
+        return draft.transformers_module
+    refusal = BASELINES[name].refusal_without_draft(None)
+    if refusal is not None:
+        raise refusal
+    return None
 
 
 @contextmanager

@@ -43,8 +43,7 @@ class MethodSpec:
     def resolved(self) -> dict[str, Value]:
         """All settings with which the method runs, defaults included; with `policy` where it has a
         choice of policies."""
-        method = self.choice.method
-        return self.choice.settings.as_dict(with_policy=method.any_policy)
+        return self.choice.method.as_dict(self.choice.settings)
 
     @property
     def drafts_chains(self) -> bool:

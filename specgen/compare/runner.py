@@ -397,7 +397,7 @@ class Runner:
         if is_baseline:
             figures.include(summary)
             counts = {"phase_seconds": None, "drafts": summary["drafts"]}
-            draft = pair.draft if spec.choice.method.needs_draft_model else None
+            draft = spec.choice.method.draft_of(pair.models)
             start["method"] = spec.name
             start["settings"] = dict(settings)
             start["draft"] = None if draft is None else draft.name

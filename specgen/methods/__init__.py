@@ -228,17 +228,22 @@ def _take_policy(
     return method.policy
 
 
+def settable_names(method: Method) -> list[str]:
+    """Returns the names of the settings that users may give with the method's own length policy."""
+    return _settable(method, known_settings(method, method.policy))
+
+
+def _settable(method: Method, known: Mapping[str, Setting]) -> list[str]:
+    return [*(["policy"] if method.any_policy else []), *known]
+
+
 def _unknown_setting(
     name: str, method: Method, policy: str | None, known: Mapping[str, Setting]
 ) -> SpecgenError:
     combination = method.name
     if policy != method.policy:
         combination = f"{method.name} with policy={policy}"
-    settable = [
-        *(["policy"] if method.any_policy else []),
-        *known,
-        *(["k"] if method.k_alone else []),
-    ]
+    settable = [*_settable(method, known), *(["k"] if method.k_alone else [])]
     hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
     return SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
 

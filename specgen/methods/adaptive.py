@@ -37,7 +37,14 @@ from specgen.decoding.policy_base import (
     LengthPolicy,
     comparison,
 )
-from specgen.methods.base import ADAPTIVE, DraftModelMethod, Tuning, make_run, make_setup
+from specgen.methods.base import (
+    ADAPTIVE,
+    DraftModelMethod,
+    Loading,
+    Tuning,
+    make_run,
+    make_setup,
+)
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import OPTION, AdaptiveInputs, DraftingGuard
 from specgen.methods.lookup import PromptLookupDrafter, ngram_setting
@@ -357,6 +364,7 @@ class AdaptiveMethod(DraftModelMethod):
         "lookup": Setting(True, "also draft by prompt lookup, where this gains more"),
         **ngram_setting(5),
     }
+    loading: ClassVar = Loading("here", find=True)
     tuning = Tuning("model", recorded=True)
 
     def start(self, models: Models, request: Request) -> Run:
@@ -384,6 +392,11 @@ class AdaptiveMethod(DraftModelMethod):
         if models.draft is None:
             return Readiness(True, "needs no draft model")
         return super().check(models)
+
+    def drafting_remark(self, models: Models) -> str:
+        if models.draft is not None:
+            return ""
+        return f"{MTP} drafts" if models.has_part(MTP) else "no draft model"
 
     def without_part(self, target: str | None) -> SpecgenError:
         message = f"{self.name} with lookup=false needs a draft model, and there is none"

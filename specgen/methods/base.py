@@ -6,10 +6,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specgen import decoding
 from specgen.base.errors import SpecgenError
+from specgen.base.model_options import Finding
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, HEADS, training_command
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import Context, SamplingParams
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.run import Run, Schedule
     from specgen.decoding.verification import Verifier
+    from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.model_runner import Runners
     from specgen.models.models import Models
 
@@ -38,16 +40,29 @@ Grid = Mapping[str, Sequence[Value]]  # values of settings, which are tried in a
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """What is loaded before a method's runs, so that their first round need not wait.
+
+    `draft` says where the draft model runs: `here`, in turn with the target, or in a `worker`,
+    during the target's passes; empty: no draft model does. `find` is what to look for where the
+    user names nothing that drafts: see `specgen.load`.
+    """
+
+    draft: Literal["", "here", "worker"] = ""
+    find: bool | Finding = False
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """What `specgen tune` needs to know of a method.
 
     `drafts` names what drafts. If `recorded`, drafts are chains, and drafts of the same length take
     the same time for all methods of the same `cost_kind` (`own_cost_kind`, or if this is empty
     `drafts`); otherwise rounds are timed for each shape of draft. `grids` are the values that are
-    tried; None: those that the policy's settings list (`Setting.tuned`). `shapes` are values that
-    are tried too, for drafts that are no chains. `is_yardstick`: the method is a reference for
-    other methods' outputs and always slower than plain decoding, so that `tune` and the default
-    `compare` leave it out.
+    tried; None: those that the policy's settings list (`Setting.tuned`); empty: none is simulated.
+    `shapes` are values that are tried too, for drafts that are no chains. `is_yardstick`: the
+    method is a reference for other methods' outputs and always slower than plain decoding, so that
+    `tune` and the default `compare` leave it out.
     """
 
     drafts: str = "none"
@@ -164,6 +179,7 @@ class Method:
     decodes_greedily: ClassVar[bool] = False
     alias_of: ClassVar[str] = ""
     unmeasured: ClassVar[Mapping[str, Value]] = {}
+    loading: ClassVar[Loading] = Loading()
     tuning: ClassVar[Tuning] = Tuning()
 
     def start(self, models: Models, request: Request) -> Run:
@@ -198,6 +214,15 @@ class Method:
     def needs_draft_model(self) -> bool:
         return self.uses_draft_model and not self.drafts_without_model
 
+    def draft_of(self, models: Models) -> LoadedModel | None:
+        """Returns the draft model, if there is one and the method's runs use it."""
+        return models.draft if self.uses_draft_model else None
+
+    def refusal_without_draft(self, target: str | None) -> SpecgenError | None:
+        """Returns the error to raise where there is no draft model; None if the method can do
+        without. `target` is as in `without_part`."""
+        return self.without_part(target) if self.needs_draft_model else None
+
     @property
     def needs_exit_layer(self) -> bool:
         return self.needs == EXIT
@@ -213,10 +238,14 @@ class Method:
         """Whether a model, or a part of the target, drafts."""
         return self.needs != NOTHING
 
-    def may_measure(self, settings: Settings) -> bool:
-        """Whether something may have to be measured before decoding with these settings: pass
-        times, or which layers to skip."""
-        return bool(self.unmeasured) or settings.policy == ADAPTIVE
+    def drafting_remark(self, models: Models) -> str:
+        """Returns what to say beside a run's figures about what drafted; empty if it is what the
+        user expects."""
+        return ""
+
+    def as_dict(self, settings: Settings) -> dict[str, Value]:
+        """Returns the values of all settings by name; with `policy` if users may choose it."""
+        return settings.as_dict(with_policy=self.any_policy)
 
     def drafts_trees(self, settings: Settings) -> bool:
         """Whether drafts with these settings may be trees. With `nodes` 0, a method that usually
@@ -256,6 +285,7 @@ class DraftModelMethod(Method):
     """Base of the methods that draft with a draft model."""
 
     needs = DRAFT_MODEL
+    loading: ClassVar[Loading] = Loading("here", find="untried")
 
     def setup(self, models: Models, request: Request) -> Setup:
         """Returns the setup of a run with both models. Raises SpecgenError if there is no draft
@@ -288,6 +318,8 @@ class DraftModelMethod(Method):
 
 class PartMethod(Method):
     """Base of the methods that draft with a trained part of the target: an exit layer or a head."""
+
+    loading: ClassVar[Loading] = Loading(find="heads")
 
     def setup(self, models: Models, request: Request) -> Setup:
         """Returns the setup of a run with the part. Raises SpecgenError if there is none that can

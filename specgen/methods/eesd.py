@@ -16,7 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, training_command
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import MODEL_SIGNALS
-from specgen.methods.base import Grid, PartMethod, Tuning, make_run
+from specgen.methods.base import Grid, Loading, PartMethod, Tuning, make_run
 from specgen.methods.model_drafts import CAPE, model_drafter, tree_settings
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class EESD(PartMethod):
     any_policy = True
     signals = MODEL_SIGNALS
     settings: ClassVar = tree_settings(1, "auto") | CAPE | _EXIT
+    loading: ClassVar = Loading()
     tuning = Tuning("exit", recorded=True, grids=(_CALIBRATED, _BETA, _FIXED), shapes=(_TREES,))
 
     def start(self, models: Models, request: Request) -> Run:

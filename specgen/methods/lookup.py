@@ -151,3 +151,6 @@ class PromptLookup(Method):
         setup = make_setup(models, request, models.plain())
         drafter = PromptLookupDrafter(int(request.settings.values["ngram"]), setup.eos_ids)
         return make_run(models, request, setup, drafter)
+
+    def drafting_remark(self, models: Models) -> str:
+        return "no draft model" if models.draft is None else ""

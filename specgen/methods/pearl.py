@@ -15,7 +15,14 @@ from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.decoding.parallel_costs import Window, usual_window
 from specgen.decoding.policy_base import DRAFT_SIGNALS
-from specgen.methods.base import DraftModelMethod, Tuning, make_policy, make_run, make_setup
+from specgen.methods.base import (
+    DraftModelMethod,
+    Loading,
+    Tuning,
+    make_policy,
+    make_run,
+    make_setup,
+)
 from specgen.methods.drafting_knowledge import AUTO, draft_cost
 from specgen.methods.pass_times import PassTimes
 
@@ -49,6 +56,7 @@ class Pearl(DraftModelMethod):
         "post_verify": Setting(True, "continue drafting while tokens are verified"),
     }
     unmeasured: ClassVar = {"window": 1}
+    loading: ClassVar = Loading("worker", find="unloaded")
     tuning = Tuning(
         "model", recorded=True, own_cost_kind="parallel", grids=({"window": (AUTO, *range(1, 17))},)
     )

@@ -81,7 +81,7 @@ class SelfSpeculativeDecoding(Method):
     signals = DRAFT_SIGNALS
     settings: ClassVar = {"skip": Setting("auto", _SKIP)} | CAPE
     unmeasured: ClassVar = {"skip": "0"}
-    tuning = Tuning("skip")
+    tuning = Tuning("skip", grids=())
 
     def start(self, models: Models, request: Request) -> Run:
         settings = request.settings

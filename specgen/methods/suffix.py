@@ -362,6 +362,9 @@ class SuffixDecoding(Method):
         )
         return make_run(models, request, setup, drafter)
 
+    def drafting_remark(self, models: Models) -> str:
+        return "no draft model" if models.draft is None else ""
+
     def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
         super().check_request(settings, sampling)
         if settings.values["history"] and sampling.seed is not None and not sampling.greedy:

@@ -321,6 +321,7 @@ def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
     """Returns the target's devices, and the draft model's if there is one and `method` is None or
     uses it."""
     found = list(pair.target.devices)
-    if pair.draft is not None and (method is None or method.uses_draft_model):
-        found += pair.draft.devices
+    draft = pair.draft if method is None else method.draft_of(pair.models)
+    if draft is not None:
+        found += draft.devices
     return found

@@ -27,11 +27,11 @@ def start_line(pair: Pair, request: Request, run: Run) -> dict[str, Any]:
     """
     method = request.method
     target = pair.target
-    draft = pair.draft if method.uses_draft_model else None
+    draft = method.draft_of(pair.models)
     line = {
         "type": "start",
         "method": method.name,
-        "settings": run.settings.as_dict(with_policy=method.any_policy),
+        "settings": method.as_dict(run.settings),
         "lossless": method.lossless,
         "target": target.name,
         "draft": None if draft is None else draft.name,

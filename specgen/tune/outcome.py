@@ -16,7 +16,7 @@ from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams, TuningVerdict
 from specgen.decoding.costs import SpeedupModel
 from specgen.methods import DEFAULT_METHOD, METHODS, POLICIES, known_settings
-from specgen.methods.base import SKIPPED_LAYERS, Grid
+from specgen.methods.base import Grid
 
 if TYPE_CHECKING:
     from specgen.compare.prompts import Prompt
@@ -149,7 +149,7 @@ SIMPLE = tuple(name for name, method in METHODS.items() if method.tuning.recorde
 SEARCHED = tuple(
     name
     for name, method in METHODS.items()
-    if not (method.tuning.recorded or method.needs == SKIPPED_LAYERS or method.tuning.is_yardstick)
+    if not method.tuning.recorded and method.tuning.grids != ()
 )
 
 

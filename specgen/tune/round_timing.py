@@ -173,7 +173,7 @@ def time_rounds(
 def _draft_runner(pair: Pair, method: str) -> ModelRunner | None:
     """Returns the runner whose passes are counted, in the draft model's own ids; None if the method
     uses no draft model, or one that drafts in one pass."""
-    if not methods.find(method).uses_draft_model:
+    if methods.find(method).draft_of(pair.models) is None:
         return None
     runners = pair.models.with_draft_model()
     draft = None if runners is None else runners.draft

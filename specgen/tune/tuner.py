@@ -28,7 +28,6 @@ from specgen.compare.runner import Runner
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.weights import bytes_of_weights
 from specgen.methods import METHODS
-from specgen.methods.base import SKIPPED_LAYERS
 from specgen.methods.learned_drafting import DraftingCosts
 from specgen.methods.selfsd import SelfSpeculativeDecoding
 from specgen.methods.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, search_skips
@@ -200,14 +199,14 @@ class Tuner:
 
     def _obstacle(self, name: str) -> str | None:
         method = METHODS[name]
-        draft = self.pair.draft
-        if method.needs == SKIPPED_LAYERS and self.request.names is None:
+        if name not in (*SIMPLE, *SEARCHED) and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
+        draft = method.draft_of(self.pair.models)
         # also where the method could draft by prompt lookup instead
         if method.uses_draft_model and draft is None:
             return "there is no draft model"
-        refusal = draft.refusal if method.uses_draft_model and draft is not None else None
-        error = refusal or obstacle(self.pair, name)
+        error = None if draft is None else draft.refusal
+        error = error or obstacle(self.pair, name)
         return None if error is None else error.message
 
     def try_likeliest(self, names: Sequence[str]) -> list[ReferenceOutput]:
