@@ -3,20 +3,24 @@ fail."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from compileall import compile_dir
 from pathlib import Path
+from py_compile import PycInvalidationMode
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
 
 import specgen
 
+UNREADABLE = re.compile(r": (ImportError|ModuleNotFoundError|SyntaxError|NameError)\b")
 PACKAGE = Path(specgen.__file__).parent
 TESTS = Path(__file__).parent
 
@@ -70,63 +74,90 @@ def test_the_text_of_a_mutant_occurs_once(mutant: Mutant) -> None:
     assert (PACKAGE / mutant.file).read_text().count(mutant.text) == 1
 
 
-def exit_code(tests: Selection, folder: Path) -> int:
-    """Runs the tests with the package in `folder`, until the first failure. Returns pytest's exit
-    code."""
-    select = ["-k", tests.expression] if tests.expression else []
-    config = [
-        "-c",
-        str(TESTS.parent / "pyproject.toml"),
-        "--rootdir",
-        str(TESTS.parent),
-        "-p",
-        "no:cacheprovider",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n",
-        "0",
-        *config,
-        str(TESTS / tests.path),
-        *select,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, check=False
-    ).returncode
+class Outcome(NamedTuple):
+    """Pytest's exit code, and each failure: the test and its exception."""
+
+    code: int
+    failures: list[str]
 
 
-def copy_package(folder: Path) -> Path:
-    """Copies the package to `folder`: hard links if possible, since some files are large. Returns
-    the copy."""
-    copy = folder / "specgen"
-    ignored = shutil.ignore_patterns("__pycache__")
-    try:
-        shutil.copytree(PACKAGE, copy, copy_function=os.link, ignore=ignored)
-    except (OSError, shutil.Error):  # another file system
+class BrokenCopy:
+    """A copy of the package in `folder`, into which mistakes are put, and a process that runs tests
+    with it (`fork_tests.py`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._package = folder / "package"
         shutil.copytree(
-            PACKAGE, copy, ignore=ignored, dirs_exist_ok=True, copy_function=shutil.copy
+            PACKAGE, self._package / "specgen", ignore=shutil.ignore_patterns("__pycache__")
         )
-    return copy
+        shutil.copy(PACKAGE.parent / "examples.yaml", self._package)
+        # checked by the sources' contents: those of two mistakes may be as long and as old
+        compile_dir(
+            self._package, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH, workers=1
+        )
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "PYTHONPATH" and not name.startswith("PYTEST_")
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", TESTS / "fork_tests.py"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._unchanged: dict[Selection, Outcome] = {}
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def outcome(self, tests: Selection) -> Outcome:
+        """Runs the tests until the first failure."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
+            options = [
+                *("-q", "-x", "-n", "0", "-p", "no:cacheprovider"),
+                *("-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(TESTS.parent)),
+                *("--basetemp", f"{folder}/tests", "-k", tests.expression),
+            ]
+            request = [str(self._package), folder, [*options, str(TESTS / tests.path)]]
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            outcome = Outcome(*json.loads(self._process.stdout.readline()))
+            print(Path(folder, "output").read_text())
+        return outcome
+
+    def outcome_unchanged(self, tests: Selection) -> Outcome:
+        if tests not in self._unchanged:
+            self._unchanged[tests] = self.outcome(tests)
+        return self._unchanged[tests]
+
+    def outcome_with(self, mutant: Mutant) -> Outcome:
+        file = self._package / "specgen" / mutant.file
+        source = file.read_text(encoding="utf-8")
+        file.write_text(source.replace(mutant.text, mutant.replacement), encoding="utf-8")
+        try:
+            return self.outcome(mutant.tests)
+        finally:
+            file.write_text(source, encoding="utf-8")
 
 
-@cache
-def pass_unchanged(tests: Selection) -> bool:
-    return exit_code(tests, PACKAGE.parent) == 0
+@pytest.fixture(scope="module")
+def broken_copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokenCopy]:
+    copy = BrokenCopy(tmp_path_factory.mktemp("mutants"))
+    yield copy
+    copy.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_default_tests_notice_a_mutant(mutant: Mutant, tmp_path: Path) -> None:
-    file = copy_package(tmp_path) / mutant.file
-    source = file.read_text().replace(mutant.text, mutant.replacement)
-    file.unlink()  # a hard link: the original must stay
-    file.write_text(source)
-    assert exit_code(mutant.tests, tmp_path) == 1, (
-        "1: tests failed; other codes are errors, such as a syntax error"
-    )
-    assert pass_unchanged(mutant.tests)
+def test_the_default_tests_notice_a_mutant(mutant: Mutant, broken_copy: BrokenCopy) -> None:
+    assert broken_copy.outcome_unchanged(mutant.tests).code == 0
+    outcome = broken_copy.outcome_with(mutant)
+    assert outcome.code == 1, "1: tests failed; other codes are errors"
+    assert outcome.failures, "pytest itself has failed"
+    # a mistake that stops the code from being read tests nothing
+    assert not [failure for failure in outcome.failures if UNREADABLE.search(failure)]

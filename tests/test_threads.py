@@ -116,6 +116,21 @@ def test_what_was_dropped_is_closed_at_the_beginning_of_the_next_turn() -> None:
         assert ended
 
 
+def test_calls_have_the_turn_while_they_work(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+
+    def note(*_: object) -> float:
+        depths.append(near.lock._depth)
+        return 0.0
+
+    for name in ("forget", "log_likelihood", "reserve"):
+        monkeypatch.setattr(near.models, name, note)
+    near.forget()
+    near.log_likelihood(PROMPTS[1], PROMPTS[2])
+    near.reserve(8)
+    assert depths == [1, 1, 1]
+
+
 def test_measuring_and_forgetting_wait_for_a_run(slow: Pair) -> None:
     def generated(_: object) -> list[int]:
         return slow.generate(PROMPTS[0], "sd", SAMPLING).token_ids
