@@ -52,18 +52,8 @@ class RowTable(BlockRunner):
     def rows(self, context: Context, count: int) -> ModelOutput:
         return ModelOutput(torch.stack([table.row(context.ids) for table in self._tables]))
 
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
-        logits = (
-            super().after(rows, context, draft, levels, start).logits
-            + self._bias[[context.ids[-1], *draft][start:]]
-        )
+    def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
+        logits = rows.logits + self._bias[list(tokens)]
         return ModelOutput(logits, logits)  # the scripted predictor reads the hidden states
 
 

@@ -151,7 +151,7 @@ def test_the_published_file_has_the_tokens_of_its_model(published: Any) -> None:
     assert tokenizer.turn_end == "<|im_end|>"
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "lfm2", "lfm2_moe", "minimax_m2"])
 def test_transformers_runs_files_of_known_architectures_without_reading_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ class BlockRunner(ABC):
         self._penalties = penalties
         # a context, its length, the rows after it
         self._computed: tuple[Context, int, ModelOutput] | None = None
+        self._deepest = longest_draft  # the most rows that calls have used, for a subclass
 
     @property
     def traits(self) -> DraftTraits:
@@ -76,7 +77,16 @@ class BlockRunner(ABC):
         if known is None or not self._is_same(context) or len(known[2].logits) < count:
             known = context, len(context), self.rows(context, count)
             self._computed = known
-        output = self.after(known[2], context, draft, levels, start)
+        self._deepest = max(self._deepest, count)
+        picked = upload(torch.tensor(levels[start:]), self.device)
+        logits, states, *_ = known[2]
+        output = self.after(
+            [context.ids[-1], *draft][start:],
+            ModelOutput(
+                logits.index_select(0, picked),
+                None if states is None else states.index_select(0, picked),
+            ),
+        )
         return penalised(output, self._penalties, context, draft, parents, start)
 
     def _is_same(self, context: Context) -> bool:
@@ -89,22 +99,10 @@ class BlockRunner(ABC):
         """Computes the rows after the context: at least the first `count`, in order, as an output
         with `logits` [rows, vocabulary]."""
 
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
-        """Returns the output after the context (index 0) and after each draft token i (index i +
-        1), from index `start` on.
-
-        `levels` has the row of `rows` for each of these indices.
-        """
-        picked = upload(torch.tensor(levels[start:]), self.device)
-        states = None if rows.hidden_states is None else rows.hidden_states.index_select(0, picked)
-        return ModelOutput(rows.logits.index_select(0, picked), states)
+    def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
+        """Returns the output after each of `tokens`, the context's last one or drafted ones; `rows`
+        are those of the same levels. Here it is the rows, whatever the tokens are."""
+        return rows
 
     def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity`
@@ -152,7 +150,6 @@ class PardRunner(BlockRunner):
         self._runner = runner
         self._mask = mask
         self._expected = LONGEST_DRAFT
-        self._deepest = LONGEST_DRAFT
         if not 0 <= mask < self.num_embeddings:
             problem = (
                 f"the draft's pard_token is {mask}, and its embedding has "
@@ -168,17 +165,6 @@ class PardRunner(BlockRunner):
         wanted = min(wanted, max(count, self.context_limit - len(context)))
         output = self._runner.logits(context, [self._mask] * (wanted - 1))
         return ModelOutput(output.logits.clone())
-
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
-        self._deepest = max(self._deepest, 1 + max(levels))
-        return super().after(rows, context, draft, levels, start)
 
     def reserve(self, capacity: int) -> None:
         self._runner.reserve(capacity + LONGEST_DRAFT)

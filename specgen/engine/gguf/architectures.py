@@ -58,34 +58,10 @@ _NAMES = {
 _GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm"}
 _PHI3_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _LFM2_NAMES = {
-    "token_embd_norm": "model.embedding_norm",
-    "output_norm": "model.embedding_norm",
-    "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
+    "token_embd_norm": "model.norm",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-}
-_LFM2_MOE_NAMES = {
-    **_LFM2_NAMES,
-    "ffn_gate_inp": "feed_forward.gate",
-    "exp_probs_b.bias": "feed_forward.expert_bias",
-    "ffn_gate_exps": "feed_forward.experts.{}.w1",
-    "ffn_up_exps": "feed_forward.experts.{}.w3",
-    "ffn_down_exps": "feed_forward.experts.{}.w2",
-}
-_MINIMAX_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
 _GPT_OSS_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
@@ -137,9 +113,11 @@ class Architecture:
     `model_type` is that of config.json, and `describe` returns the fields of config.json that are
     particular to it. `is_partial`: a part of each head may be rotated.
 
-    `names` has the names of tensors in safetensors files by llama.cpp's: those of a layer without
-    `model.layers.N.`. A key with an ending such as `.bias` stands for the whole name, one without
-    for all endings. `{}` in a name is the number of an expert: the stored tensor has those of all.
+    `names` has the native decoder's names of tensors by llama.cpp's: those of a layer without
+    `model.layers.N.`. They are the names in safetensors files, but for families that call their
+    tensors otherwise than a Llama (`Family.names`). A key with an ending such as `.bias` stands for
+    the whole name, one without for all endings. `{}` in a name is the number of an expert: the
+    stored tensor has those of all.
     `changes` has, by the same keys, what makes the model's tensor of the stored one; names in
     `joined` are of tensors that are made of two stored ones.
     """
@@ -459,9 +437,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture("olmo2"),
     "olmoe": Architecture("olmoe", _olmoe),
     "lfm2": Architecture("lfm2", _lfm2, _LFM2_NAMES, _CONVOLUTIONS),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2_moe, _LFM2_MOE_NAMES, _CONVOLUTIONS),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2_moe, _LFM2_NAMES, _CONVOLUTIONS),
     "glm4moe": Architecture("glm4_moe", _glm4_moe, is_partial=True),
-    "minimax-m2": Architecture("minimax_m2", _minimax_m2, _MINIMAX_NAMES, is_partial=True),
+    "minimax-m2": Architecture("minimax_m2", _minimax_m2, is_partial=True),
     "qwen35": Architecture("qwen3_5_text", _qwen35, _DELTA_NAMES, _DELTA_CHANGES, is_partial=True),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",

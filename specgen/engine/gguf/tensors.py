@@ -1,5 +1,5 @@
-"""The tensors of a GGUF file by the names that they have in the same model's safetensors files,
-with the same values.
+"""The tensors of a GGUF file by the native decoder's names (a Llama's safetensors names, where the
+model has the same tensors), with the values of the same model's safetensors files.
 
 llama.cpp stores some tensors otherwise than the model does: the rows of queries and keys in another
 order, norms with 1 added, the matrices of all experts together. `GgufTensors` has the methods of an

@@ -505,7 +505,7 @@ class Family:
     those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
     of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
     width of MLPs in families without dense ones. `names` has what the family's files call otherwise
-    than a Llama's (see `weights.renamed`).
+    than a Llama's, by the name there (see `weights.renamed`).
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -522,8 +522,8 @@ class Family:
 # the gate, the up and the down projection
 _NUMBERED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MINIMAX_NAMES = {
+    "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
     "block_sparse_moe": "mlp",
-    "e_score_correction_bias": "gate.e_score_correction_bias",
     **_NUMBERED,
 }
 _LFM2_NAMES = {

@@ -299,18 +299,11 @@ class BlockHeadRunner(BlockRunner):
         )
         return ModelOutput(final_logits(self._architecture, logits), states)
 
-    def after(
-        self,
-        rows: ModelOutput,
-        context: Context,
-        draft: Sequence[int],
-        levels: Sequence[int],
-        start: int,
-    ) -> ModelOutput:
-        logits, states, *_ = super().after(rows, context, draft, levels, start)
+    def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
+        logits, states, *_ = rows
         assert states is not None
         if self._successors is not None and self._successor_head is not None:
-            before = upload(torch.tensor([context.ids[-1], *draft][start:]), self.device)
+            before = upload(torch.tensor(tokens), self.device)
             rank = self._successors.index_select(0, before)
             logits = logits + self._successor_head(rank)
             states = torch.cat((states, rank), dim=-1)

@@ -34,6 +34,7 @@ from specgen.engine.gguf.metadata import Metadata
 from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.model import ModelShape, of_transformers
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.families import tensor_names
 from specgen.engine.transformers.quiet import quiet_transformers, reading
 from specgen.engine.transformers.transformers_model import (
     TransformersModel,
@@ -44,6 +45,7 @@ from specgen.engine.weights import (
     AGAIN,
     check_no_extra,
     missing_tensors,
+    renamed,
     stored_tensors,
     wrong_shape,
 )
@@ -263,8 +265,12 @@ def load_module(
         if is_gguf(files.folder) and "gguf_file" not in source:
             loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
             tensors = GgufTensors(files.folder, name)
+            names = {own: theirs for theirs, own in tensor_names(config.model_type).items()}
             # read one after the other, as the slices of a safetensors file are
-            source["state_dict"] = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
+            source["state_dict"] = {
+                renamed(key, names): tensors.get_slice(key)
+                for key in tensors.keys()  # noqa: SIM118
+            }
         model, report = loader.from_pretrained(
             **source,
             dtype=dtype,
