@@ -23,7 +23,7 @@ def pair_of_models(target: LoadedModel, draft: LoadedModel | None = None) -> Pai
 def draft_here(pair: Pair) -> None:
     """Has PEARL's drafts be made in this process: as many processes as there are pairs would take
     minutes."""
-    pair.models._worker = None
+    pair.models.drafts_apart = False
 
 
 def pass_costs(

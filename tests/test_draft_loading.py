@@ -118,17 +118,13 @@ def test_a_process_drafts_unless_both_models_share_an_accelerator(
     first = torch.device("cuda:0")
     second = torch.device("cuda:1")
     cpu = torch.device("cpu")
-    monkeypatch.setattr(loading.DraftWorker, "of_process", lambda *_: "process")
     drafts: list[Any] = [
-        SimpleNamespace(refusal=None, files=None, device=on, precision=None, translation=None)
-        for on in (cpu, second, first)
+        SimpleNamespace(refusal=None, device=device) for device in (cpu, second, first)
     ]
-    for process in ("process", None):
-        monkeypatch.setattr(loading, "is_possible", lambda process=process: process is not None)
-        assert [
-            loading._worker(None, *each) for each in zip(drafts, (cpu, first, first), strict=True)
-        ] == [
-            process,
-            process,
-            None,
+    targets = cpu, first, first
+    for is_possible in (True, False):
+        monkeypatch.setattr(loading, "is_possible", lambda answer=is_possible: answer)
+        apart = [
+            loading.runs_apart(draft, target) for draft, target in zip(drafts, targets, strict=True)
         ]
+        assert apart == [is_possible, is_possible, False]

@@ -3,6 +3,7 @@ use them."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,30 @@ def test_a_saved_exit_is_read_back_on_both_backends(folder: Path, tmp_path: Path
     open_part(small, targets[0], is_exit=True).load()
 
 
-def test_the_digest_of_an_exit_is_what_profiles_of_earlier_versions_hold() -> None:
+def test_digests_change_with_the_files_and_need_no_part_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        "specgen.models.parts.open_part", lambda *_, **__: pytest.fail("a part is opened")
+    )
     with specgen.load(device="cpu", dtype="float32") as loaded:
-        digests = loaded.parts.digests()
-    assert digests["exit"] == DEMO_EXIT
-    assert digests.keys() == {"exit", "medusa", "eagle", "glide", "block"}
+        store = loaded.parts
+        digests = store.digests()
+        assert digests.keys() == {"exit", "medusa", "eagle", "glide", "block"}
+        assert len(set(digests.values())) == len(digests)
+
+        shutil.copytree(demo.exit_folder(), tmp_path / "exit")
+        monkeypatch.setattr(demo, "exit_folder", lambda: tmp_path / "exit")
+        assert store.digests() == digests
+        description = tmp_path / "exit" / EXIT_DESCRIPTION
+        description.write_text(description.read_text() + "# changed")
+        changed = store.digests()
+        assert changed.pop("exit") != digests.pop("exit")
+        assert changed == digests
+        description.unlink()
+        assert "exit" not in store.digests()
 
 
-DEMO_EXIT = "11b45d57d6be84e4"
 EXIT_MISTAKES = [
     ("after: 1", "after: 8", "after layer 8 of 8"),  # no layer would be left to verify with
     ("layers: 1", "layers: 2", "lacks 9 of its tensors"),

@@ -65,7 +65,6 @@ def fresh(loaded: Pair) -> Pair:
     """A pair of the same models that knows nothing."""
     pair = pair_of_models(loaded.target, loaded.draft)
     pair.parts = loaded.parts
-    pair._worker = None  # PEARL's draft in this process: starting others takes most of the time
     return pair
 
 

@@ -23,6 +23,7 @@ from training_helpers import (
     corpus_of,
     objective,
     opened,
+    opened_draft,
     refused,
     task_of,
     train_command,
@@ -90,7 +91,7 @@ def run(
 ) -> tuple[Path, dict[str, Any]]:
     target = opened(folder)
     task = task_of(out, recipe, recorder, corpus=corpus_of(corpus, target))
-    LAST[:] = [objective(kind, task, target, *([opened(other)] if kind == "sd" else []))]
+    LAST[:] = [objective(kind, task, target, *([opened_draft(other)] if kind == "sd" else []))]
     return train(LAST[0])
 
 
@@ -458,7 +459,7 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(
     )
     texts += written(target, [[7, 7, 7]], 20, greedy=False, part=Part.HELD_OUT)
     task = task_of(folder / "out", replace(TINY, batch=6), corpus=corpus_of(corpus, target))
-    batches = objective("sd", task, target, opened(other)).start(texts)
+    batches = objective("sd", task, target, opened_draft(other)).start(texts)
     batch = batches.batch(3)
     assert 0.4 < (batch.teacher != IGNORED).float().mean() < 0.6
     for ids, teacher, segments in zip(batch.ids, batch.teacher, batch.segments, strict=True):

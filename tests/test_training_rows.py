@@ -12,7 +12,17 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import LAYERED, quick
-from training_helpers import TEXTS, TINY, corpus_of, objective, opened, packed, task_of, written
+from training_helpers import (
+    TEXTS,
+    TINY,
+    corpus_of,
+    objective,
+    opened,
+    opened_draft,
+    packed,
+    task_of,
+    written,
+)
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
@@ -274,7 +284,7 @@ def test_gradients_do_not_depend_on_the_piece_size(
     for rows in (1 << 20, 5):
         target = opened(folder)
         task = task_of(tmp_path / "out", TINY, corpus=corpus_of(corpus, target))
-        made = objective(kind, task, target, *([opened(folder)] if kind == "sd" else []))
+        made = objective(kind, task, target, *([opened_draft(folder)] if kind == "sd" else []))
         made.rows = rows
         monkeypatch.setattr(
             "specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary

@@ -14,7 +14,7 @@ from families import make_model, save
 from tokenizer_helpers import byte_level, metaspace
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
-from training_helpers import TINY, opened, task_of, train_command, trained, written
+from training_helpers import TINY, opened, opened_draft, task_of, train_command, trained, written
 from transformers import PreTrainedTokenizerFast
 
 from specgen.base.errors import SpecgenError
@@ -89,7 +89,7 @@ def texts(target: LoadedModel) -> list[Text]:
 
 def started(folders: tuple[Path, Path], texts: list[Text]) -> DraftObjective:
     target = opened(folders[0])
-    draft = opened(folders[1])
+    draft = opened_draft(folders[1])
     draft.translation = between(target, draft)
     objective = DraftObjective(
         task_of(folders[0] / "out", replace(TINY, self_text=1.0)), target, draft

@@ -520,4 +520,4 @@ def test_on_a_gpu(folders: tuple[str, str], draft: str | None) -> None:
             pair.generate(PROMPT, "pearl", SAMPLED, window=4).token_ids for _ in range(2)
         )
         assert first == second
-        assert (pair.models._worker is None) == (draft is None)
+        assert pair.models.drafts_apart == (draft is not None)

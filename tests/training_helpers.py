@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from specgen.cli.app import app
 from specgen.cli.train import TRAINABLE
+from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel, load_model
 from specgen.engine.model_files import ModelSource, find_model
 from specgen.engine.precision import Precision
@@ -58,6 +59,12 @@ def task_of(
 def opened(folder: Path | str, backend: str = "auto") -> LoadedModel:
     files = find_model(ModelSource(str(folder), backend=backend), lambda _: None)
     return load_model(files, Precision(torch.float32), [torch.device("cpu")], lambda _: None)
+
+
+def opened_draft(folder: Path | str) -> DraftModel:
+    """A draft model with the target's tokens."""
+    files = find_model(ModelSource(str(folder)), lambda _: None)
+    return DraftModel(files, Precision(torch.float32), torch.device("cpu"))
 
 
 def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: Any) -> Any:

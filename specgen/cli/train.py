@@ -29,6 +29,7 @@ from specgen.view.progress import Progress, TrainingLine
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specgen.engine.draft_model import DraftModel
     from specgen.engine.loaded_model import LoadedModel
     from specgen.train.corpus import Corpus
     from specgen.train.loop import Objective
@@ -269,7 +270,7 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
 
 
 def training_task(
-    asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: LoadedModel | None
+    asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: DraftModel | None
 ) -> TrainingTask:
     """Reads the training text and returns the training task, with default values for options that
     are not given. `draft` is the draft model to train, None if something else is trained. Raises

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
+from specgen.base.errors import RunError, is_out_of_memory
 from specgen.base.types import Context
-from specgen.engine.block_runner import PardRunner
 from specgen.engine.devices import device_name, inference
-from specgen.engine.model import Model
+from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_files import ModelFiles, check_weight_files
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.graphs import Captures, CudaGraphs
@@ -24,10 +23,7 @@ from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, has_pen
 from specgen.engine.precision import Precision
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
-from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation, same_tokens
-
-DraftModelRunner = ModelRunner | PardRunner | TranslatedRunner
 
 
 class LoadedModel:
@@ -38,9 +34,7 @@ class LoadedModel:
     run in a process of its own. All else is known without weights.
 
     `devices` has the device of each layer, or the one device of all. `is_sharded`: torchrun's
-    processes each hold a part of each layer. For a draft model with another tokenizer than the
-    target's, `translation` translates between their tokens; if that is not possible, `refusal` says
-    why, and only drafts by way of their text work. Both are None if the tokens are the same.
+    processes each hold a part of each layer.
     """
 
     def __init__(
@@ -48,15 +42,11 @@ class LoadedModel:
         files: ModelFiles,
         precision: Precision,
         devices: Sequence[torch.device],
-        translation: Translation | None = None,
-        refusal: SpecgenError | None = None,
         *,
         is_sharded: bool = False,
     ) -> None:
         self.files = files
         self.precision = precision
-        self.translation = translation
-        self.refusal = refusal
         self._placed = list(devices)
         self._is_sharded = is_sharded
         self._model: Model | None = None
@@ -79,6 +69,12 @@ class LoadedModel:
     @property
     def folder(self) -> Path:
         return self.files.folder
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes, as the files say them; once the weights are loaded, as the model has them:
+        where transformers runs a family that specgen knows, this is an `Architecture`."""
+        return self.files.shape if self._model is None else self._model.shape
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,28 +135,6 @@ class LoadedModel:
         runner = ModelRunner(self.model, penalties)
         runner.context_limit = self.context_limit
         return runner
-
-    @property
-    def drafts_blocks(self) -> bool:
-        """Whether this is a PARD draft model (`block_runner.PardRunner`) that can be used as one:
-        its tokens are the target's."""
-        return (
-            isinstance(self.files.raw.get("pard_token"), int)
-            and self.translation is None
-            and self.refusal is None
-        )
-
-    def draft_runner(self, penalties: PenaltyProcessor | None = None) -> DraftModelRunner:
-        """Returns a runner of this draft model that takes and answers in the target's token ids; if
-        there is a `refusal`, in its own ids.
-
-        `penalties` are the target's.
-        """
-        if self.drafts_blocks:
-            return PardRunner(self.runner(), self.files.raw["pard_token"], penalties)
-        if self.translation is None:
-            return self.runner(penalties)
-        return TranslatedRunner(self.runner(), self.translation, penalties)
 
     def penalties(self, device: torch.device, vocab_size: int) -> PenaltyProcessor | None:
         """Returns a processor that applies this model's penalties to logits [n, `vocab_size`]; None

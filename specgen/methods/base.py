@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.run import Run, Schedule
     from specgen.decoding.verification import Verifier
-    from specgen.engine.loaded_model import LoadedModel
+    from specgen.engine.draft_model import DraftModel
     from specgen.engine.model_runner import Runners
     from specgen.models.models import Models
 
@@ -214,7 +214,7 @@ class Method:
     def needs_draft_model(self) -> bool:
         return self.uses_draft_model and not self.drafts_without_model
 
-    def draft_of(self, models: Models) -> LoadedModel | None:
+    def draft_of(self, models: Models) -> DraftModel | None:
         """Returns the draft model, if there is one and the method's runs use it."""
         return models.draft if self.uses_draft_model else None
 

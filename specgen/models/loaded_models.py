@@ -13,7 +13,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import SamplingParams
 from specgen.decoding.run import Schedule, Turns
-from specgen.engine.loaded_model import DraftModelRunner, LoadedModel
+from specgen.engine.draft_model import DraftModel, DraftModelRunner
+from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_runner import DraftRunner, ModelRunner, Runners, run_some_passes
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner
@@ -22,7 +23,16 @@ from specgen.engine.text.tokenizer import Tokenizer
 from specgen.models.measurements import Measurements
 from specgen.models.models import K, Kept
 from specgen.models.parts import PartStore
+from specgen.workers.process import DraftProcess
 from specgen.workers.worker import DraftWorker
+
+
+def worker_of(draft: DraftModel, process: DraftProcess | None = None) -> DraftWorker:
+    """Returns a worker that runs the draft model in a process of its own: in `process`, or in one
+    that is started when it is first needed."""
+    return DraftWorker.of_process(
+        process, draft.files, draft.precision, draft.device, draft.translation
+    )
 
 
 class LoadedModels:
@@ -30,16 +40,18 @@ class LoadedModels:
     `models.Models`.
 
     The KV caches stay between runs: a run reuses the cached tokens with which its own context
-    begins. `worker` is the process that runs the draft model for PEARL; None if this process does.
-    Models with the same target share its `parts` and `lock`.
+    begins. `drafts_apart`: a process of its own runs the draft model for PEARL; otherwise this one
+    does. `worker` is such a process if it was started early, to load the draft model while this one
+    loads the target. Models with the same target share its `parts` and `lock`.
     """
 
     def __init__(
         self,
         target: LoadedModel,
-        draft: LoadedModel | None,
+        draft: DraftModel | None,
         worker: DraftWorker | None = None,
         *,
+        drafts_apart: bool = False,
         parts: PartStore | None = None,
         lock: Turns | None = None,
     ) -> None:
@@ -48,11 +60,10 @@ class LoadedModels:
         self.tokenizer: Tokenizer = target.tokenizer
         self.measurements = Measurements(target, draft)
         self.lock = Turns() if lock is None else lock
-        self._worker = worker
-        if worker is not None and target.has_penalties:
-            worker.penalties = target.generation, target.eos_ids
+        self.drafts_apart = drafts_apart
+        self._worker = None if worker is None else self._with_penalties(worker)
         self._target_runner = target.runner(
-            target.penalties(target.device, target.model.shape.vocab_size)
+            target.penalties(target.device, target.shape.vocab_size)
         )
         self._draft_runner: DraftModelRunner | None = None
         self.parts = (
@@ -86,7 +97,7 @@ class LoadedModels:
     def without_layers(self, skip: str) -> Runners:
         """See `Models`. Only the last runner made is kept for reuse, because a search for the
         fastest layers makes many."""
-        skips = SkippedLayers.parse(skip, self.target.model.shape.num_layers)
+        skips = SkippedLayers.parse(skip, self.target.shape.num_layers)
         if self._skipping is None or self._skipping[0] != str(skips):
             runner = LayerSkippingRunner(
                 self._target_runner, self.target.model, skips, self.penalties()
@@ -99,6 +110,8 @@ class LoadedModels:
         self.check_open()
         if self.draft is None:
             return None
+        if self._worker is None and self.drafts_apart:
+            self._worker = self._with_penalties(worker_of(self.draft))
         if self._worker is None:
             if self.draft.drafts_blocks:  # token by token here: see `methods.pearl`
                 runner: DraftRunner | None = self.draft.runner(self.penalties(self.draft.device))
@@ -108,6 +121,12 @@ class LoadedModels:
             assert runner is not None
             self._worker = DraftWorker.in_this_process(runner, self.target.device)
         return self._worker
+
+    def _with_penalties(self, worker: DraftWorker) -> DraftWorker:
+        """Returns the worker, which has to predict the effect of the target's penalties."""
+        if self.target.has_penalties:
+            worker.penalties = self.target.generation, self.target.eos_ids
+        return worker
 
     def kept(self, kind: type[K]) -> K:
         if kind not in self._kept:
@@ -152,7 +171,7 @@ class LoadedModels:
         remembered: bool = False,
     ) -> None:
         """See `Pair.warm_up`."""
-        needs_draft = sequential or (parallel and self._worker is None)
+        needs_draft = sequential or (parallel and not self.drafts_apart)
         if self.draft is not None and self.draft.refusal is None and needs_draft:
             announce(f"loading {self.draft.name}")
             self.with_draft_model()

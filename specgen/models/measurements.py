@@ -22,6 +22,7 @@ from specgen.base.machine import is_busy, machine, thread_settings, versions
 from specgen.base.measuring import PassCheck, Sample
 from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
+from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 
@@ -47,10 +48,10 @@ class Measurements:
     `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what
     the value depends on apart from the models and the machine. `threads` is the number of CPU
     threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the
-    result of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Method.cost_kind`.
+    result of `specgen tune`) sets `tuned_costs`, seconds of rounds by `Tuning.cost_kind`.
     """
 
-    def __init__(self, target: LoadedModel, draft: LoadedModel | None) -> None:
+    def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:
         self.threads: ThreadChoice | None = None
         self.tuned_costs: Mapping[str, RoundCosts] = {}
         self._target = target
@@ -197,12 +198,15 @@ class Measurements:
         threads = torch.get_num_threads()
         if kind == THREADS and self._default_threads is not None:
             threads = self._default_threads  # the value is this process's number by now
-        models = [self._target, *([self._draft] if self._draft is not None and with_draft else [])]
+        models = [self._target]
+        translations = []
+        if self._draft is not None and with_draft:
+            models.append(self._draft)
+            if self._draft.translation is not None:
+                translations.append(self._draft.translation.digest)
         conditions = {
             "key": key,
-            "translations": [
-                model.translation.digest for model in models if model.translation is not None
-            ],
+            "translations": translations,
             "models": [weights_fingerprint(model.folder) for model in models],
             "devices": [model.device_label for model in models],
             "dtypes": [model.dtype_name for model in models],

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Schedule, Turns
+    from specgen.engine.draft_model import DraftModel
     from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.model_runner import Runners
     from specgen.engine.text.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ class Models(Protocol):
     def target(self) -> LoadedModel: ...
 
     @property
-    def draft(self) -> LoadedModel | None: ...
+    def draft(self) -> DraftModel | None: ...
 
     @property
     def measurements(self) -> Measurements: ...

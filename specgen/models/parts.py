@@ -4,6 +4,7 @@ that runs name."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from specgen.base.files import kept_part
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, MTP
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers
+from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers, part_digest
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import weights_fingerprint
 
@@ -119,9 +120,17 @@ class PartStore:
 
     def digests(self) -> dict[str, str]:
         """Returns a hash of the files of each default trained part (exit layer or head), by kind.
-        Loads no weights."""
-        parts = {kind: self.find(kind) for kind in _MODULES}
-        return {kind: part.digest for kind, part in parts.items() if part is not None}
+
+        Opens none. Without the drafting layers in the target's own files, which have its hash, and
+        without files that cannot be read.
+        """
+        digests = {}
+        for kind in _MODULES:
+            path = self._path(kind)
+            if path is not None:
+                with suppress(SpecgenError, OSError):
+                    digests[kind] = part_digest(path, is_exit=kind == EXIT)
+        return digests
 
     def runners(self, kind: str, name: str = DEFAULT_PART) -> Runners | None:
         """Returns the model runners of the target and of the trained part of this kind. `name` is
@@ -183,24 +192,31 @@ class PartStore:
         if kind in self.named:
             return self.named[kind]
         if kind not in self._found:
-            bundled = demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
             try:
-                if kind == MTP:
-                    self._found[kind] = own_layers(self._target)
-                    if self._found[kind] is not None:
-                        return self._found[kind]
-                path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
-                path = (
-                    bundled
-                    if path is None and self.is_bundled and bundled.is_dir()
-                    else path or self.beside.get(kind)
-                )
-                self._found[kind] = (
-                    None if path is None else open_part(path, self._target, is_exit=kind == "exit")
-                )
+                self._found[kind] = self._find(kind)
             except SpecgenError as error:
                 self._found[kind] = error
         return self._found[kind]
+
+    def _find(self, kind: str) -> TrainedPart | None:
+        if kind == MTP:
+            own = own_layers(self._target)
+            if own is not None:
+                return own
+        path = self._path(kind)
+        return None if path is None else open_part(path, self._target, is_exit=kind == EXIT)
+
+    def _path(self, kind: str) -> Path | None:
+        """Returns where the default part of a kind is; None if there is none in files of its
+        own."""
+        if kind in self.named:
+            return self.named[kind].path
+        path = kept_part(kind, self._target.name, weights_fingerprint(self._target.folder))
+        if path is None and self.is_bundled:
+            bundled = demo.exit_folder() if kind == EXIT else demo.head_folder(kind)
+            if bundled.is_dir():
+                return bundled
+        return path or self.beside.get(kind)
 
     def _check_missing(self, kind: str) -> None:
         """Raises SpecgenError if there is a reason why there is no part of this kind."""

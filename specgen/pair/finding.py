@@ -18,7 +18,6 @@ from itertools import islice
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from specgen.engine.model_files import ModelFiles, ModelSource, describe
 from specgen.engine.native.config_reading import read_config, text_config
 from specgen.engine.native.native_model import open_model
 from specgen.engine.parts.trained_part import TrainedPart, open_part
+from specgen.engine.precision import Precision
 from specgen.engine.text.tokenizer import has_tokenizer, load_tokenizer
 from specgen.engine.text.translation import LEAST_SHARED, same_tokens
 from specgen.engine.weights import bytes_of_weights, stored_tensors
@@ -247,20 +247,10 @@ def hint(target: str) -> str | None:
     return None
 
 
-def unloaded(target: ModelFiles) -> Any:
-    """Returns what finding parts needs of a `LoadedModel`, without weights."""
-    device = torch.device("cpu")
-    shape = target.shape
-    model = SimpleNamespace(shape=shape, device=device)
-    limit = shape.context_limit
-    return SimpleNamespace(
-        name=target.name,
-        folder=target.folder,
-        files=target,
-        device=device,
-        context_limit=limit,
-        model=model,
-    )
+def unloaded(target: ModelFiles) -> LoadedModel:
+    """Returns the target as its files describe it, to look for its parts: opening them loads none
+    of its weights."""
+    return LoadedModel(target, Precision(torch.float32), [torch.device("cpu")])
 
 
 def _places(target: ModelFiles) -> Iterator[tuple[str, Path]]:

@@ -18,15 +18,16 @@ from specgen.base.model_options import Finding, ModelOptions
 from specgen.base.part_kinds import HEADS
 from specgen.base.text import one_line
 from specgen.engine.devices import pick_device, pick_draft_device
+from specgen.engine.draft_model import DraftModel
 from specgen.engine.hub import head_folder
-from specgen.engine.loaded_model import LoadedModel, load_model, translation_between
+from specgen.engine.loaded_model import load_model, translation_between
 from specgen.engine.model_files import ModelSource, describe, find_model, folder_of
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.precision import check_room, choose_draft_precision, choose_precisions
 from specgen.engine.spread.placement import place
 from specgen.engine.text.token_bytes import NoTokenBytes
 from specgen.methods.base import DRAFT_MODEL
-from specgen.models.loaded_models import LoadedModels
+from specgen.models.loaded_models import LoadedModels, worker_of
 from specgen.pair import trial
 from specgen.pair.finding import LEAST_GAIN, Found, search
 from specgen.pair.pair import Pair
@@ -244,8 +245,12 @@ def _load(
             translation = translation_between(target, drafts[0])
         except NoTokenBytes as error:
             refusal = error
-        draft = LoadedModel(drafts[0], precisions[1], [devices[1]], translation, refusal)
-    worker = None if options.find else _worker(process, draft, devices[0])
+        draft = DraftModel(drafts[0], precisions[1], devices[1], translation, refusal)
+    drafts_apart = False
+    worker = None
+    if not options.find:
+        drafts_apart = runs_apart(draft, devices[0])
+        worker = _early_worker(process, draft, drafts_apart=drafts_apart)
 
     is_sharded = machine.launch() is not None
     if is_sharded and placement is not None:
@@ -256,7 +261,7 @@ def _load(
     loaded = load_model(
         target, precisions[0], layer_devices or [devices[0]], announce, is_sharded=is_sharded
     )
-    pair = Pair(LoadedModels(loaded, draft, worker))
+    pair = Pair(LoadedModels(loaded, draft, worker, drafts_apart=drafts_apart))
     if not options.find:
         return pair
     announce(f"looking for what can draft for {target.name}")
@@ -361,7 +366,7 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     precision = choose_draft_precision(name, "auto", draft.files, draft.device)
     if precision.warning is not None:
         raise SpecgenError(precision.warning, "Leave out --draft-dtype")
-    rounded = LoadedModel(draft.files, precision, [draft.device], draft.translation, draft.refusal)
+    rounded = DraftModel(draft.files, precision, draft.device, draft.translation, draft.refusal)
     return _with_draft(pair, rounded, process)
 
 
@@ -400,37 +405,46 @@ def with_found(
     _ = files.eos_ids  # mistakes in the tokenizer and the generation config are reported now
     precision = choose_draft_precision(options.draft_dtype, options.dtype, files, device)
     check_room(files, device, precision)
-    return _with_draft(pair, LoadedModel(files, precision, [device]), process)
+    return _with_draft(pair, DraftModel(files, precision, device), process)
 
 
-def _with_draft(pair: Pair, draft: LoadedModel, process: DraftProcess | None) -> Pair:
-    worker = _worker(process, draft, pair.target.device)
-    other = Pair(LoadedModels(pair.target, draft, worker, parts=pair.parts, lock=pair.lock))
+def _with_draft(pair: Pair, draft: DraftModel, process: DraftProcess | None) -> Pair:
+    drafts_apart = runs_apart(draft, pair.target.device)
+    models = LoadedModels(
+        pair.target,
+        draft,
+        _early_worker(process, draft, drafts_apart=drafts_apart),
+        drafts_apart=drafts_apart,
+        parts=pair.parts,
+        lock=pair.lock,
+    )
+    other = Pair(models)
     other.searched = pair.searched
     other.profile_from = pair.profile_from
     other.measurements.threads = pair.measurements.threads
     return other
 
 
-def _worker(
-    process: DraftProcess | None, draft: LoadedModel | None, target: torch.device
-) -> DraftWorker | None:
-    """Returns the worker that runs the draft model for PEARL in a process of its own, at the same
-    time as the target.
+def runs_apart(draft: DraftModel | None, target: torch.device) -> bool:
+    """Whether a process of its own runs the draft model for PEARL, at the same time as the target.
 
-    Returns None, and ends `process`, if there is no draft model for it, if processes cannot be
-    started, or if both models are on the same accelerator: there, kernels of two processes take
-    turns, while kernels of two CUDA streams of one process run concurrently.
+    False if there is no draft model for it, if processes cannot be started, and if both models are
+    on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA
+    streams of one process run concurrently.
     """
-    if (
-        draft is not None
-        and draft.refusal is None
-        and is_possible()
-        and (target.type == "cpu" or target != draft.device)
-    ):
-        return DraftWorker.of_process(
-            process, draft.files, draft.precision, draft.device, draft.translation
-        )
-    if process is not None:
+    if draft is None or draft.refusal is not None or not is_possible():
+        return False
+    return target.type == "cpu" or target != draft.device
+
+
+def _early_worker(
+    process: DraftProcess | None, draft: DraftModel | None, *, drafts_apart: bool
+) -> DraftWorker | None:
+    """Has a process that was started early load the draft model, or ends it if none is to run it.
+    None: there is no such process."""
+    if process is None:
+        return None
+    if draft is None or not drafts_apart:
         process.close()
-    return None
+        return None
+    return worker_of(draft, process)

@@ -11,6 +11,7 @@ from specgen.base.files import pair_folder, readable
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
+    from specgen.engine.draft_model import DraftModel
     from specgen.engine.loaded_model import LoadedModel
     from specgen.models.parts import PartStore
 
@@ -52,7 +53,7 @@ class LoadedPair(Protocol):
     for the target."""
 
     target: LoadedModel
-    draft: LoadedModel | None
+    draft: DraftModel | None
     parts: PartStore
 
 

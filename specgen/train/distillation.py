@@ -46,6 +46,7 @@ from torch import Tensor
 from specgen.base.errors import SpecgenError
 from specgen.base.files import write_whole
 from specgen.engine.devices import DTYPES, inference
+from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention_mask import AttentionMask
 from specgen.engine.text.translation import Translation
@@ -140,7 +141,7 @@ class DraftObjective(Objective):
 
     batches: DraftBatches
 
-    def __init__(self, task: TrainingTask, target: LoadedModel, draft: LoadedModel) -> None:
+    def __init__(self, task: TrainingTask, target: LoadedModel, draft: DraftModel) -> None:
         super().__init__(task, target)
         self.draft = draft
         self.device = draft.device

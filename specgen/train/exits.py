@@ -37,6 +37,7 @@ from specgen.engine.parts.own_layers import (
 from specgen.engine.parts.trained_part import (
     ExitDescription,
     open_part,
+    part_digest,
     round_as_saved,
     save_exit,
     under,
@@ -210,7 +211,7 @@ class PredictorObjective(ExitObjective):
         assert isinstance(self._part.description, ExitDescription)
         self._before = before = self._part.description
         super().__init__(task, target, before.after, before.layers, own_head=before.own_head)
-        self.settings = {"the exit layer": self._part.digest}
+        self.settings = {"the exit layer": part_digest(path, is_exit=True)}
 
     def start(self, texts: Sequence[Text]) -> None:
         super().start(texts)  # whose batches are of no use: the layer is not trained

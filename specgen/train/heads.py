@@ -439,7 +439,7 @@ class GlideObjective(LayerObjective):
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         super().__init__(task, target)
-        self._theirs = theirs = known_architecture(target.model, "training glide")
+        self._theirs = theirs = known_architecture(target.shape, "training glide")
         rotary = theirs.layers[-1].rotary
         rounded = None if theirs.rotary_in_float32 else self.dtype
         self._rotations = (

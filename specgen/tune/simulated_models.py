@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Schedule, Turns
+    from specgen.engine.draft_model import DraftModel
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.loaded_model import LoadedModel
     from specgen.engine.text.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ class SimulatedModels:
         return self._real.target
 
     @property
-    def draft(self) -> LoadedModel | None:
+    def draft(self) -> DraftModel | None:
         return self._real.draft
 
     @property

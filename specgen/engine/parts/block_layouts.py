@@ -106,7 +106,7 @@ def read_block(
     Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
     """
     fields, layers = _fields(files, config)
-    shape, width = target.model.shape, matrix_shape(files, FC)[0]
+    shape, width = target.shape, matrix_shape(files, FC)[0]
     check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
     check_vocabulary(files, "t2d", target, fields.vocab_size)
     try:
@@ -205,7 +205,7 @@ def _taps(
     `target_layer_ids` names layers by their output (-1: the embeddings), speculators by the numbers
     of the hidden states.
     """
-    count = target.model.shape.num_layers
+    count = target.shape.num_layers
     taps = fields.aux_hidden_state_layer_ids
     if taps is None:
         ids = fields.target_layer_ids or default_layers(count, layers)

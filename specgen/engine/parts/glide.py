@@ -68,7 +68,7 @@ class CrossAttention:
         dtype: torch.dtype,
         make_linear: MakeLinear,
     ) -> None:
-        architecture = known_architecture(target, "glide")
+        architecture = known_architecture(target.shape, "glide")
         self._heads = architecture.num_heads
         self._size = architecture.head_size
         order = head_order(architecture, q_proj.device)
@@ -164,7 +164,7 @@ class GlideRunner(DecoderRunner):
     ) -> None:
         super().__init__(weights, model, self._run, penalties)
         self._target = target
-        self._theirs = known_architecture(model, "glide")
+        self._theirs = known_architecture(model.shape, "glide")
         self._layers = GlideLayers(weights, model, model.dtype, self.make_linear, self.gain)
         with_keys = [
             index for index, kind in enumerate(self._theirs.layers) if kind.mixer == "attention"

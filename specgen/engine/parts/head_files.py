@@ -161,7 +161,7 @@ def check_vocabulary(
     stated = (*files.shape(name), 1)[0] if name in files else size
     if stated is not None:
         shows = name if name in files else "config.json"
-        check_size(files, shows, "a vocabulary of", stated, target, target.model.shape.vocab_size)
+        check_size(files, shows, "a vocabulary of", stated, target, target.shape.vocab_size)
 
 
 def drop_copies(
@@ -242,7 +242,7 @@ def target_ids(
     if offsets is None:
         return None
     ids = offsets + torch.arange(len(offsets))
-    vocab_size = target.model.shape.vocab_size
+    vocab_size = target.shape.vocab_size
     if not are_rising(ids, vocab_size):
         raise files.refuse(
             f"{files.key('d2t')} does not map its ids to rising ids of {target.name}"

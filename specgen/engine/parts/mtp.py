@@ -102,8 +102,8 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
     SpecgenError, in one line, for layers of an unknown layout, and if the native decoder does not
     know the model's family.
     """
-    count = target.model.shape.num_layers
-    names = tensor_names(target.model.shape.model_type)
+    count = target.shape.num_layers
+    names = tensor_names(target.shape.model_type)
 
     def name_of(key: str) -> str | None:
         name = renamed(re.sub(r"^((language_)?model\.)+", "", key), names)
@@ -139,10 +139,10 @@ def find_layers(target: LoadedModel) -> tuple[WeightFiles, Architecture] | None:
 def _attention_architecture(target: LoadedModel) -> Architecture:
     """Returns the architecture of the target's layers with attention, also where transformers runs
     its layers."""
-    if not isinstance(target.model.shape, Architecture):
+    if not isinstance(target.shape, Architecture):
         with suppress(UnsupportedConfig):
             return attention_architecture(target.files.raw)
-    return known_architecture(target.model, "mtp")
+    return known_architecture(target.shape, "mtp")
 
 
 def _shapes(architecture: Architecture) -> dict[str, Shape]:
@@ -244,7 +244,7 @@ def read_assistant(
     Raises SpecgenError for unsupported variants, for damaged files, and for assistants of other
     targets.
     """
-    theirs = known_architecture(target.model, "an assistant of Gemma 4", any_sizes=True)
+    theirs = known_architecture(target.shape, "an assistant of Gemma 4", any_sizes=True)
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise unsupported(files, "text_config", inner)

@@ -32,7 +32,7 @@ from specgen.engine.forward_pass import (
     LayerCall,
     ModelOutput,
 )
-from specgen.engine.model import Model
+from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
@@ -75,10 +75,9 @@ def default_exit_depth(layers: int) -> int:
     return 1 + layers // 20
 
 
-def known_architecture(model: Model, feature: str, *, any_sizes: bool = False) -> Architecture:
+def known_architecture(shape: ModelShape, feature: str, *, any_sizes: bool = False) -> Architecture:
     """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the
     native decoder knows the model's family."""
-    shape = model.shape
     needed = "of a family that specgen knows"
     if isinstance(shape, Architecture):
         if any_sizes or shape.is_uniform:
@@ -93,7 +92,7 @@ def exit_architecture(model: Model) -> Architecture:
     Raises SpecgenError if the native decoder does not know the model's family, or if its layers
     cannot be trained.
     """
-    architecture = known_architecture(model, "early exit")
+    architecture = known_architecture(model.shape, "early exit")
     if (parts := architecture.fixed_parts) is not None:
         raise SpecgenError(
             f"early exit needs a target without {parts}, as these cannot be trained",

@@ -178,7 +178,7 @@ def _read_eagle(
     files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
 ) -> tuple[EagleWeights, str | None]:
     """Returns a head of EAGLE and what is doubtful about it."""
-    shape, (width, fused) = target.model.shape, matrix_shape(files, FC)
+    shape, (width, fused) = target.shape, matrix_shape(files, FC)
     is_third = (
         FEATURE_NORM in files
         or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
@@ -249,7 +249,7 @@ def _read_eagle(
 def _read_glide(
     files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
 ) -> GlideWeights:
-    shape, (rows, width) = target.model.shape, matrix_shape(files, _QUERY)
+    shape, (rows, width) = target.shape, matrix_shape(files, _QUERY)
     crossed = shape.num_heads * shape.head_size
     is_tied = fields.tie_word_embeddings and HEAD not in files
     check_size(files, _QUERY, "attention of a width of", rows, target, crossed)
@@ -331,7 +331,7 @@ def _decoder(
         or matrix_shape(files, f"{first}k_proj.weight")[0] // (head_size or 1),
         "head_dim": head_size,
         "max_position_embeddings": target.context_limit,
-        "vocab_size": target.model.shape.vocab_size,
+        "vocab_size": target.shape.vocab_size,
         "attention_bias": output_bias,
         "tie_word_embeddings": False,
         **_DEFAULTS,
@@ -367,9 +367,9 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
     A single LM head serves all heads.
     """
     first = "blocks.0.layers.0.weight"
-    vocab_size = target.model.shape.vocab_size
+    vocab_size = target.shape.vocab_size
     width = matrix_shape(files, first)[0]
-    check_size(files, first, "a hidden size of", width, target, target.model.shape.hidden_size)
+    check_size(files, first, "a hidden size of", width, target, target.shape.hidden_size)
     matches = [match for name in files.names if (match := _BLOCK.fullmatch(name))]
     heads, layers = (range(len({match[group] for match in matches})) for group in (1, 2))
     blocks = [[f"blocks.{head}.layers.{layer}" for layer in layers] for head in heads]

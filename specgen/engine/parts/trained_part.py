@@ -133,14 +133,6 @@ class TrainedPart:
             raise SpecgenError(problem, _training("eesd" if kind == "exit" else kind))
 
     @property
-    def digest(self) -> str:
-        """16 hexadecimal digits that identify this part: a hash of an exit layer's description, or
-        the fingerprint of a head's weights."""
-        if isinstance(self.description, ExitDescription):
-            return sha256(repr(asdict(self.description)).encode()).hexdigest()[:16]
-        return weights_fingerprint(self.path)
-
-    @property
     def has_predictor(self) -> bool:
         return isinstance(self.description, ExitDescription) and self.description.predictor
 
@@ -207,6 +199,18 @@ class TrainedPart:
         self.warning = files.warning
         self.version = getattr(weights, "version", None)
         return weights
+
+
+def part_digest(path: Path, *, is_exit: bool) -> str:
+    """Returns 16 hexadecimal digits that identify a trained part, without opening it: a hash of an
+    exit layer's description, or the fingerprint of a head's weights.
+
+    Raises SpecgenError or OSError if the files cannot be read.
+    """
+    if not is_exit:
+        return weights_fingerprint(path)
+    _, description = _exit_paths(path)
+    return sha256(description.read_bytes()).hexdigest()[:16]
 
 
 def open_part(path: Path, target: LoadedModel, *, is_exit: bool) -> TrainedPart:
@@ -288,7 +292,7 @@ def describe_head(
 ) -> HeadDescription:
     """Returns the description of a head that was trained for `target`."""
     names = ("hidden_size", "num_layers", "num_heads", "head_size", "vocab_size")
-    sizes = {name: getattr(target.model.shape, name) for name in names}
+    sizes = {name: getattr(target.shape, name) for name in names}
     return HeadDescription(
         kind,
         target.name,
