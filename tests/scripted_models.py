@@ -81,6 +81,7 @@ class TableRunner:
         paths = [context.ids[-2:]]
         for node, token in enumerate(draft):
             paths.append([*paths[node if parents is None else parents[node] + 1], token])
+        assert len(context) + max(map(len, paths)) - 2 <= self.context_limit
         rows = torch.stack([self.row(path) for path in paths[start:]])
         return ModelOutput(rows, rows)
 
