@@ -18,6 +18,7 @@ from specgen.engine.model_runner import (
     AcceptancePredictor,
     ModelOutput,
     Runners,
+    SizedRunner,
 )
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods.base import Method, Request
@@ -53,7 +54,7 @@ LENGTH_SETTINGS = {
 COSTS = ("draft_cost", "verify_cost")  # settings of `adaptive`
 
 
-class TableRunner:
+class TableRunner(SizedRunner):
     """A model runner whose logits [vocabulary] depend on the last two tokens alone: a row of a
     random table."""
 

@@ -46,8 +46,8 @@ def test_the_tree_has_the_paths_of_highest_value(seed: int) -> None:
 class HeadTable(SmallRunner):
     """Heads whose logits depend on the context's last two tokens, and not on drafted tokens."""
 
-    traits = DraftTraits(longest_draft=3)
     rank_accuracies = ((0.5, 0.3, 0.1), (0.5, 0.4, 0.1), (0.5, 0.5))
+    traits = DraftTraits(longest_draft=3, rank_accuracies=rank_accuracies)
 
     def __init__(self, seed: int, size: int, *, zero: bool = False) -> None:
         super().__init__(seed, size, zero=zero)

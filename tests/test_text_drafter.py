@@ -23,7 +23,7 @@ from specgen.decoding.chain import TextDrafter
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import Fixed
 from specgen.decoding.run import Run
-from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelOutput
+from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelOutput, SizedRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
 from specgen.engine.text.token_bytes import token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def tokenizer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], To
     return made
 
 
-class Script:
+class Script(SizedRunner):
     """A model that says `ids`, whatever came before: the token at each position is certain."""
 
     traits = TOKEN_BY_TOKEN

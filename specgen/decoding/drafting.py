@@ -16,7 +16,6 @@ import torch
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import token_sampling
 from specgen.decoding.policy_base import LengthPolicy
-from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
@@ -145,7 +144,7 @@ class DraftModelUser:
         0 if the context holds a token that the draft model's vocabulary lacks; may be negative if
         the context is too long.
         """
-        bounds = limit, room(self._runner, context), self._depth, self._longest
+        bounds = limit, self._runner.room(context), self._depth, self._longest
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:

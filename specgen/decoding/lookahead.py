@@ -28,7 +28,6 @@ from specgen.decoding.policy_base import DraftedToken, LengthPolicy, extend_draf
 from specgen.decoding.tree import Tree
 from specgen.decoding.verification import match_path, own_tokens
 from specgen.engine.devices import inference, upload
-from specgen.engine.model_runner import room
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
@@ -304,7 +303,7 @@ class OuroborosDrafter(DraftModelUser, LearningDrafter):
         candidates = Draft(tree.tokens[start:], parents)
         rows = len(candidates.tokens) + 1
 
-        window.add_to(tree, end, room(self._runner, context) - start)
+        window.add_to(tree, end, self._runner.room(context) - start)
         output = self._runner.logits(context, tree.tokens, tree.parents, start=start)
         logits = output.logits[:, : self._vocab_size]
         if output.unpenalised is not None and token_sampling.is_forbidden(logits):

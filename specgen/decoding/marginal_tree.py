@@ -89,7 +89,7 @@ class MarginalTreeDrafter(DraftModelUser):
 
     The tree has the `nodes` paths of highest value, the product of what each rank is worth: the
     row's probability of its token at temperature 1 (DDTree), or where `is_fixed`, the share of its
-    tokens that were right in training (Medusa; `rank_accuracies` of the runner, or
+    tokens that were right in training (Medusa; `DraftTraits.rank_accuracies`, or
     `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the
     target samples. The paths are chosen among those that are no longer than the length policy
     allows at most. The policy sees the likeliest token of each level, and may leave the further
@@ -105,7 +105,7 @@ class MarginalTreeDrafter(DraftModelUser):
         self._accuracies: Sequence[Sequence[float]] = ()
         self._fixed: dict[int, list[list[RankPath]]] = {}  # by the most levels
         if is_fixed:
-            measured = getattr(setup.draft, "rank_accuracies", ())
+            measured = () if setup.draft is None else setup.draft.traits.rank_accuracies
             self._accuracies = measured or default_rank_accuracies(self._longest or DEFAULT_HEADS)
             self._ranks = min(nodes, max(map(len, self._accuracies)))
 

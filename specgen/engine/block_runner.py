@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -13,33 +12,34 @@ from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
-from specgen.engine.model_runner import DraftTraits, ModelRunner
+from specgen.engine.model_runner import DraftRunner, DraftTraits, ModelRunner, SizedRunner
 from specgen.engine.penalties import PenaltyProcessor
 
 LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
 
 
-class BlockRunner(ABC):
+class BlockRunner(SizedRunner, ABC):
     """Base of drafters that compute the logits for all positions of a draft together. Implements
     `DraftRunner`.
 
     They are computed once for each context, as rows: row m predicts the token on level m of a
     draft, from 0. So the logits after the context are row 0, and those after a drafted token on
-    level m are row m + 1. `longest_draft` is the number of rows. For `independent`, `draws` and
-    `drafts_blocks` see `DraftTraits`: where rows are independent, drawn tokens need not fit to each
-    other, and more of the likeliest ones are accepted. `like` is a runner whose context limit,
-    vocabulary and device this one has; `penalties` change the logits from which tokens are chosen.
+    level m are row m + 1. `longest_draft` is the number of rows. For `independent`, `draws`,
+    `drafts_blocks` and `rank_accuracies` see `DraftTraits`: where rows are independent, drawn
+    tokens need not fit to each other, and more of the likeliest ones are accepted. `like` is a
+    runner whose context limit, vocabulary and device this one has; `penalties` change the logits
+    from which tokens are chosen.
     """
 
     independent = True
     draws = False
     drafts_blocks = True
+    rank_accuracies: Sequence[Sequence[float]] = ()
 
-    def __init__(self, like: Any, longest_draft: int, penalties: PenaltyProcessor | None) -> None:
-        self.context_limit = like.context_limit
-        self.num_embeddings = like.num_embeddings
-        self.vocab_size = like.vocab_size
-        self.device = like.device
+    def __init__(
+        self, like: DraftRunner, longest_draft: int, penalties: PenaltyProcessor | None
+    ) -> None:
+        self.take_sizes(like)
         self.longest_draft = longest_draft
         self._penalties = penalties
         # a context, its length, the rows after it
@@ -48,7 +48,13 @@ class BlockRunner(ABC):
 
     @property
     def traits(self) -> DraftTraits:
-        return DraftTraits(self.longest_draft, self.draws, self.independent, self.drafts_blocks)
+        return DraftTraits(
+            self.longest_draft,
+            self.draws,
+            self.independent,
+            self.drafts_blocks,
+            self.rank_accuracies,
+        )
 
     @inference
     def logits(
@@ -104,7 +110,7 @@ class BlockRunner(ABC):
         are those of the same levels. Here it is the rows, whatever the tokens are."""
         return rows
 
-    def reserve(self, capacity: int) -> None:  # noqa: B027  not all have a cache
+    def reserve(self, capacity: int) -> None:
         """Makes the KV cache's next buffers, where there is one, large enough for `capacity`
         tokens."""
 

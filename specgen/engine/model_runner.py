@@ -41,12 +41,14 @@ class DraftTraits(NamedTuple):
     limit allows. `draws`: in sampling, a chain's tokens are drawn from its logits; otherwise the
     likeliest are taken. `independent`: no logits depend on the tokens drafted before.
     `drafts_blocks`: one pass computes a whole draft, so that a longer one costs hardly more.
+    `rank_accuracies` are as in `MedusaWeights`; empty where they are not known.
     """
 
     longest_draft: int | None = None
     draws: bool = True
     independent: bool = False
     drafts_blocks: bool = False
+    rank_accuracies: Sequence[Sequence[float]] = ()
 
 
 TOKEN_BY_TOKEN = DraftTraits()
@@ -87,9 +89,7 @@ class DraftRunner(LogitsRunner, Protocol):
     """The interface of a model runner that drafting uses.
 
     `context_limit` is the longest context in tokens, `num_embeddings` the number of token ids that
-    the model has embeddings for, `vocab_size` the number of logits per position. A runner may also
-    have a method `room(context)`, which replaces the usual rule for how many tokens fit after a
-    context.
+    the model has embeddings for, `vocab_size` the number of logits per position.
     """
 
     @property
@@ -103,6 +103,36 @@ class DraftRunner(LogitsRunner, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    def room(self, context: Context) -> int:
+        """Returns how many tokens (levels, for a tree) can be drafted after the context; negative
+        if the context is too long.
+
+        0 if the context holds a token that the model has no embedding for.
+        """
+        ...
+
+
+class SizedRunner:
+    """Base of draft runners: the sizes of one model, and how many tokens fit into its context."""
+
+    context_limit: int
+    num_embeddings: int
+    vocab_size: int
+    device: torch.device
+
+    def take_sizes(self, other: DraftRunner) -> None:
+        """Gives this runner the sizes and the device of another."""
+        self.context_limit = other.context_limit
+        self.num_embeddings = other.num_embeddings
+        self.vocab_size = other.vocab_size
+        self.device = other.device
+
+    def room(self, context: Context) -> int:
+        """See `DraftRunner`."""
+        if context.largest_id >= self.num_embeddings:
+            return 0
+        return self.context_limit - len(context)
 
 
 class KeptDraftRunner(DraftRunner, Protocol):
@@ -132,19 +162,6 @@ class AcceptancePredictor(Protocol):
         ...
 
 
-def room(runner: DraftRunner, context: Context) -> int:
-    """Returns how many tokens (levels, for a tree) the runner can draft after the context; negative
-    if the context is too long.
-
-    0 if the context holds a token that the model has no embedding for. If the runner has a method
-    `room`, this method decides.
-    """
-    own: Callable[[Context], int] | None = getattr(runner, "room", None)
-    if own is not None:
-        return own(context)
-    return 0 if context.largest_id >= runner.num_embeddings else runner.context_limit - len(context)
-
-
 class HiddenStates(NamedTuple):
     """The hidden states `states` [n, width] that a call of `ModelRunner.logits` returned, from
     index `start` on.
@@ -172,7 +189,7 @@ class HiddenStates(NamedTuple):
         return self.states[index - self.start] if is_known else None
 
 
-class ModelRunner:
+class ModelRunner(SizedRunner):
     """Runs a model on any context and draft. Tokens in its KV cache are not run again; callers
     never roll back themselves.
 

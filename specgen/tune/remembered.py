@@ -13,16 +13,17 @@ from specgen.base.types import Context
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import derive_seed
 from specgen.engine.forward_pass import ModelOutput
+from specgen.engine.model_runner import SizedRunner
 
 if TYPE_CHECKING:
     from specgen.base.types import SamplingParams
-    from specgen.engine.model_runner import DraftRunner, DraftTraits
+    from specgen.engine.model_runner import DraftRunner
     from specgen.tune.round_timing import ReferenceOutput
 
 MOST_BYTES = 128 << 20  # kept logits take at most this much memory; others are computed again
 
 
-class MemoisedRunner:
+class MemoisedRunner(SizedRunner):
     """Runs a model on one prompt and keeps its outputs, so that the same tokens need no second
     forward pass.
 
@@ -37,30 +38,12 @@ class MemoisedRunner:
     def __init__(
         self, runner: DraftRunner, kept: dict[tuple[Any, ...], ModelOutput], *, joins: bool = True
     ) -> None:
+        self.take_sizes(runner)
+        self.traits = runner.traits
         self._runner = runner
         self._kept = kept
         self._joins = joins
         self.calls = 0
-
-    @property
-    def traits(self) -> DraftTraits:
-        return self._runner.traits
-
-    @property
-    def context_limit(self) -> int:
-        return self._runner.context_limit
-
-    @property
-    def num_embeddings(self) -> int:
-        return self._runner.num_embeddings
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: few passes are run."""
@@ -68,11 +51,11 @@ class MemoisedRunner:
     def clear_cache(self) -> None:
         """Does nothing: the kept outputs stay."""
 
+    def room(self, context: Context) -> int:
+        return self._runner.room(context)
+
     def cached_tokens(self, context: Context) -> int:
         return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
     def key(self, context: Context, path: Sequence[int]) -> tuple[Any, ...]:
         """Returns the key under which the output after the context and the drafted tokens `path` is
@@ -123,7 +106,7 @@ class MemoisedRunner:
         return None if states is None else states[0]
 
 
-class DrawnRunner:
+class DrawnRunner(SizedRunner):
     """Runs a draft model in simulated sampling: draws each token itself, and returns logits with
     which a greedy drafter takes it.
 
@@ -143,6 +126,8 @@ class DrawnRunner:
         sampling: SamplingParams,
         seed: int,
     ) -> None:
+        self.take_sizes(draft)
+        self.traits = draft.traits._replace(draws=False)  # drafters take the likeliest token
         self._draft = draft
         self._target = target
         self._reference = reference
@@ -150,34 +135,14 @@ class DrawnRunner:
         self._seed = seed
         self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
 
-    @property
-    def traits(self) -> DraftTraits:
-        return self._draft.traits._replace(draws=False)  # drafters take the likeliest token
-
-    @property
-    def context_limit(self) -> int:
-        return self._draft.context_limit
-
-    @property
-    def num_embeddings(self) -> int:
-        return self._draft.num_embeddings
-
-    @property
-    def vocab_size(self) -> int:
-        return self._draft.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._draft.device
-
     def reserve(self, capacity: int) -> None:
         """Does nothing: few passes are run."""
 
     def clear_cache(self) -> None:
         """Does nothing: the kept outputs stay."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._draft, name)
+    def room(self, context: Context) -> int:
+        return self._draft.room(context)
 
     def logits(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specgen.base.part_kinds import HEADS
 from specgen.base.types import Context
 from specgen.decoding.chain import ModelDrafter
-from specgen.engine.model_runner import ModelRunner, Runners, room
+from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts.own_layers import ExitAcceptancePredictor
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods.base import DRAFT_MODEL, typical_length
@@ -27,15 +27,11 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.policy_base import LengthPolicy
-    from specgen.decoding.run import Schedule, Turns
-    from specgen.engine.draft_model import DraftModel
+    from specgen.decoding.run import Schedule
     from specgen.engine.forward_pass import ModelOutput
-    from specgen.engine.loaded_model import LoadedModel
-    from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.drafting_knowledge import DraftingCase
     from specgen.methods.learned_drafting import Learned
     from specgen.models.loaded_models import LoadedModels
-    from specgen.models.measurements import Measurements
     from specgen.models.models import K, Models, Worker
     from specgen.tune.round_timing import ReferenceOutput
 
@@ -84,6 +80,11 @@ class SimulatedModels:
         kept: dict[tuple[Any, ...], ModelOutput],
         first_length: int,
     ) -> None:
+        self.target = real.target
+        self.draft = real.draft
+        self.measurements = real.measurements
+        self.lock = real.lock
+        self.tokenizer = real.tokenizer
         self._real = real
         self._reference = reference
         self._sampling = sampling
@@ -94,26 +95,6 @@ class SimulatedModels:
         self._knowledge = SimulatedKnowledge(self)
         self._run: SimulatedRun | None = None
         self.drafting: Drafting | None = None  # of the run that was started last
-
-    @property
-    def target(self) -> LoadedModel:
-        return self._real.target
-
-    @property
-    def draft(self) -> DraftModel | None:
-        return self._real.draft
-
-    @property
-    def measurements(self) -> Measurements:
-        return self._real.measurements
-
-    @property
-    def lock(self) -> Turns:
-        return self._real.lock
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._real.tokenizer
 
     @property
     def run(self) -> SimulatedRun:
@@ -205,7 +186,7 @@ class SimulatedModels:
         tokens = reference.token_ids
         context.extend(tokens[:1])
         # keeps the outputs along the reference: one pass instead of one for each token
-        if is_model and len(tokens) > 1 and room(draft, context) >= len(tokens):
+        if is_model and len(tokens) > 1 and draft.room(context) >= len(tokens):
             for runner in (memoised, target):
                 runner.logits(context, tokens[1:-1])
         return Drafting(

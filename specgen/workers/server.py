@@ -25,7 +25,7 @@ from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import inference, pick_threads, upload
 from specgen.engine.loaded_model import load_weights
 from specgen.engine.model_files import ModelSource, describe
-from specgen.engine.model_runner import ModelRunner, room
+from specgen.engine.model_runner import ModelRunner
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.precision import Precision
 from specgen.engine.text.translated_runner import TranslatedRunner
@@ -179,7 +179,7 @@ class DraftServer:
             shared = SharedDrafts(setup, window)
             shared.map(self._memory, offset)
         context = Context(prompt_ids)
-        if room(self._runner, context) > 0:
+        if self._runner.room(context) > 0:
             self._runner.logits(context)
         policy.share(self._learned)
         drafter = ModelDrafter(replace(setup, draft=self._runner))

@@ -24,7 +24,6 @@ class MedusaRunner(BlockRunner):
     is computed by head m.
 
     All heads read the hidden state from which `target` predicted the context's last token.
-    `rank_accuracies` is as in `MedusaWeights`.
     """
 
     draws = True

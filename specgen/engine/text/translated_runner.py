@@ -13,7 +13,7 @@ import torch
 from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents
-from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelRunner, room
+from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelRunner
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.text.translation import Translation
 
@@ -67,8 +67,8 @@ class TranslatedRunner:
         self.own.reserve(capacity)
 
     def room(self, context: Context) -> int:
-        """Returns how many tokens can be drafted after the context; see `model_runner.room`."""
-        return room(self.own, self._translated(context))
+        """See `DraftRunner`: as many tokens as fit into the draft model's own context."""
+        return self.own.room(self._translated(context))
 
     @inference
     def logits(
