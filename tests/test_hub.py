@@ -29,15 +29,16 @@ import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.cli.app import app
-from specgen.cli.opening import choose_found, with_tuned_draft
+from specgen.cli.drafter_trial import choose_found
 from specgen.cli.options import ModelGroup
-from specgen.cli.tune import _others
+from specgen.cli.tuned_pair import with_tuned_draft
 from specgen.engine.hub import model_folder
 from specgen.engine.model_files import ModelSource, find_model
 from specgen.pair.finding import hint, search
 from specgen.pair.profile import save as save_profile
 from specgen.pair.profile_place import default_folder, profile_key_of
 from specgen.tune import tuner
+from specgen.tune.other_drafts import with_other_drafts
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
 from specgen.tune.profile import from_outcome
 from specgen.view.theme import console
@@ -282,7 +283,7 @@ def test_a_trial_on_a_busy_machine_is_made_again_after_a_run_with_other_times(
 ) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
     # other programs may run beside this test
-    monkeypatch.setattr("specgen.cli.opening.spread", lambda _: 1.0)
+    monkeypatch.setattr("specgen.cli.drafter_trial.spread", lambda _: 1.0)
     monkeypatch.setattr("specgen.base.measuring._LARGEST_FACTOR", 1e3)
     file = tmp_path / "cache" / "measurements.json"
 
@@ -372,7 +373,7 @@ def test_tuning_tries_every_model_that_was_found_and_its_choice_drafts_from_then
         assert pair.draft is not None
         assert pair.draft.name == str(place / "random")
         options = ModelGroup(dtype="float32")
-        found = tuner.tune(pair, task, Mock(), _others(pair, options, opened)[1])
+        found = tuner.tune(pair, task, Mock(), with_other_drafts(pair, options, opened)[1])
         assert found.pair is not None
         assert found.pair.draft is not None
         assert found.pair.draft.name == str(place / "small")

@@ -35,7 +35,8 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.types import Context
-from specgen.cli.train import GLIDE, TRAINABLE, _draft_report, _report
+from specgen.cli.train import _draft_report, _report
+from specgen.cli.trainable import GLIDE, TRAINABLE
 from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint

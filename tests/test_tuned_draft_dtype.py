@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import specgen
 from specgen.cli.app import app
-from specgen.cli.tune import _rounded
 from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.linear import refusal
 from specgen.pair import profile as profiles
@@ -25,6 +24,7 @@ from specgen.pair import profile_place
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
+from specgen.tune.other_drafts import rounded
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
 from specgen.tune.profile import from_outcome
 from specgen.tune.simulator import Simulator
@@ -82,12 +82,12 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
 def test_small_drafts_are_not_rounded(
     both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _rounded(both[0]) is None
+    assert rounded(both[0]) is None
     monkeypatch.setattr(tuner, "LEAST_BYTES", 1)
-    with _rounded(both[0]) as rounded:  # type: ignore[union-attr]
-        assert rounded.draft is not None
-        assert rounded.draft.dtype_name == "int8"
-        assert rounded.target is both[0].target
+    with rounded(both[0]) as pair:  # type: ignore[union-attr]
+        assert pair.draft is not None
+        assert pair.draft.dtype_name == "int8"
+        assert pair.target is both[0].target
 
 
 @pytest.fixture

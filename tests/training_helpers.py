@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from specgen.cli.app import app
-from specgen.cli.train import TRAINABLE
+from specgen.cli.trainable import TRAINABLE
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel, load_model
 from specgen.engine.model_files import ModelSource, find_model

@@ -4,6 +4,7 @@ is wrong, and its hint says what to do about it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class SpecgenError(Exception):
@@ -48,7 +49,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns text such as `"; did you mean svip?"` if `name` looks like a misspelling of one of
     the `known` names, else an empty string."""
-    from difflib import get_close_matches  # slow to import, and only needed for an error
-
     matches = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""

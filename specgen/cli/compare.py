@@ -423,11 +423,9 @@ def _machine(pair: Pair) -> list[tuple[str, str]]:
     the draft model."""
     import torch
 
-    from specgen.pair.pair import devices
-
     gpus = [
         torch.cuda.get_device_name(device)
-        for device in dict.fromkeys(devices(pair))
+        for device in dict.fromkeys(pair.models.devices())
         if device.type == "cuda"
     ]
     threads = counted(torch.get_num_threads(), "CPU thread")

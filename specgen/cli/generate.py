@@ -19,7 +19,7 @@ from specgen.base.settings import parse_pairs
 from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import choose, choose_found, models_in_words, open_pair, show_overlap
+from specgen.cli.opening import choose, models_in_words, open_pair, show_overlap
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -69,6 +69,8 @@ def generate(
         )
         if models.finds and profile is None and not is_named:
             trial_text = prompts[0].text if prompts else text
+            from specgen.cli.drafter_trial import choose_found
+
             name = choose_found(pair, trial_text, params, err, quiet=output.quiet)
         draft = methods.find(name).draft_of(pair.models)
         if tuned and models.finds and draft is not None:

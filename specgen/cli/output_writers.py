@@ -47,7 +47,6 @@ class OutputWriter:
         keys: Mapping[str, Any] | None = None,
     ) -> None:
         from specgen.engine.text.stop_strings import StopStrings
-        from specgen.pair.pair import devices  # imports torch
 
         self._pair = pair
         self._request = request
@@ -65,7 +64,9 @@ class OutputWriter:
         self._pieces: list[Piece] = []  # with --rounds the answer is shown after all rounds
         self._trace = trace
         self._trace_error: RunError | None = None
-        self._meter = energy_meter_for(devices(pair, request.method)) if output.energy else None
+        draft = request.method.draft_of(pair.models)
+        devices = pair.models.devices(with_draft=draft is not None)
+        self._meter = energy_meter_for(devices) if output.energy else None
         self._rounds: RoundsView | None = None
         if output.rounds:
             self._rounds = RoundsView(

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from specgen.cli.opening import (
     models_in_words,
     open_pair,
     show_overlap,
-    with_tuned_draft,
 )
 from specgen.cli.options import (
     ModelGroup,
@@ -49,7 +47,6 @@ from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_model import LoadedModel
-    from specgen.pair.finding import Found
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
     from specgen.tune.outcome import Candidate, TuningOutcome
@@ -121,6 +118,10 @@ def tune_pair(
         names = request.names or methods.METHODS
         drafts |= {methods.find(name).loading.draft for name in names}
     pair, profile = open_pair(models, err, quiet=output.quiet, drafts=drafts)
+
+    from specgen.cli.tuned_pair import with_tuned_draft
+    from specgen.tune.other_drafts import with_other_drafts
+
     failure = None
     with ExitStack() as opened:
         opened.enter_context(pair)
@@ -130,7 +131,7 @@ def tune_pair(
         if profile is None:
             if not output.quiet:
                 show_overlap(pair, err)
-            pair, others = _others(pair, models, opened)
+            pair, others = with_other_drafts(pair, models, opened)
             pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
             _export(asked.export, pair, profile, request.names, err, output.quiet)
@@ -232,47 +233,6 @@ def _check_folder(folder: Path, asked: TuneOptions) -> None:
     """Creates the profile's folder. Raises SpecgenError if the profile cannot be written there."""
     make_writable_folder(folder)
     check_outputs({"--out": folder / "profile.yaml"}, [("--prompts", asked.prompts)])
-
-
-def _others(
-    pair: Pair, models: ModelGroup, opened: ExitStack
-) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
-    """Returns the pair, with a draft model if one was found for the target, and functions that make
-    pairs with other drafts from the best pair so far.
-
-    The others are the further drafts that were found, and the best one with rounded weights, unless
-    --draft-dtype says how its weights are.
-    `opened` closes the pairs.
-    """
-    from specgen.pair.finding import other_drafts
-    from specgen.pair.loading import with_found
-
-    def with_draft(draft: Found, best: Pair) -> Pair:
-        return opened.enter_context(with_found(best, draft, models))
-
-    def with_rounded_draft(best: Pair) -> Pair | None:
-        rounded = _rounded(best)
-        return None if rounded is None else opened.enter_context(rounded)
-
-    drafts = other_drafts(pair.found, pair.draft)
-    if pair.draft is None and drafts:  # little is expected of it
-        pair = with_draft(drafts.pop(0), pair)
-    others: list[Callable[[Pair], Pair | None]] = [partial(with_draft, draft) for draft in drafts]
-    if models.draft_dtype is None:
-        others.append(with_rounded_draft)
-    return pair, others
-
-
-def _rounded(pair: Pair) -> Pair | None:
-    """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or
-    cannot be done here."""
-    from specgen.pair.loading import with_draft_dtype
-    from specgen.tune.tuner import worth_rounding
-
-    try:
-        return with_draft_dtype(pair, "int8") if worth_rounding(pair) else None
-    except SpecgenError:  # transformers runs it, or this machine has no such linear layers
-        return None
 
 
 def _tune(

@@ -28,8 +28,8 @@ from specgen.base.errors import RunError, SpecgenError, is_out_of_memory
 from specgen.base.interrupts import interrupts
 from specgen.base.machine import versions
 from specgen.base.measuring import energy_meter_for
+from specgen.base.seeds import derive_seed
 from specgen.base.types import Round, SamplingParams
-from specgen.compare.baselines import run_baseline
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.prompts import Prompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
@@ -123,8 +123,6 @@ class Runner:
     def __init__(
         self, pair: Pair, config: BenchmarkConfig, trace: TraceWriter | None = None
     ) -> None:
-        from specgen.pair.pair import devices  # imports torch
-
         # an answer ends as `Pair.request` ends one
         turn_end = pair.tokenizer.turn_end if config.chat else ""
         config = replace(config, sampling=sampling_with(config.sampling, {}, pair.target, turn_end))
@@ -140,7 +138,7 @@ class Runner:
         self._seeds: dict[tuple[int, int], int] = {}  # by prompt index and repeat
         self._seconds: list[float] = []  # of each run, to estimate the time left
         self._ids: dict[int, list[int]] = {}
-        self._meter = energy_meter_for(devices(pair)) if config.energy else None
+        self._meter = energy_meter_for(pair.models.devices()) if config.energy else None
 
     def check(self) -> None:
         """Checks all prompts and loads all exit layers that methods name, before anything is run.
@@ -329,8 +327,6 @@ class Runner:
         Returns None if the method fails (`results.failures` then has the error), or if the prompt
         is a later turn that plain decoding finds too long: it is skipped for all methods.
         """
-        from specgen.decoding.drafting import derive_seed  # imports torch
-
         if self._is_ruled_out(spec, prompt):
             return None
         seed = self._seeds.setdefault(
@@ -369,6 +365,8 @@ class Runner:
         rounds; their limits and seed are those of plain decoding."""
         pair = self.pair
         is_baseline = spec.is_baseline
+        if is_baseline:
+            from specgen.compare.transformers_generate import run_baseline
         settings = spec.choice.settings.values
         name = REFERENCE if is_baseline else spec.name
         given = {} if is_baseline else spec.choice.given

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from specgen.decoding.chain import TextDrafter as TextDrafter
     from specgen.decoding.drafting import NoDrafter as NoDrafter
     from specgen.decoding.drafting import Setup as Setup
-    from specgen.decoding.drafting import derive_seed as derive_seed
     from specgen.decoding.joint_greedy import JointGreedy as JointGreedy
     from specgen.decoding.lookahead import LookaheadDrafter as LookaheadDrafter
     from specgen.decoding.lookahead import OuroborosDrafter as OuroborosDrafter
@@ -59,7 +58,6 @@ _MODULES = {
     "StopTexts": "run",
     "TextDrafter": "chain",
     "TopKTreeDrafter": "tree",
-    "derive_seed": "drafting",
     "device_timer": "run",
     "k_sequential_verifier": "multi_draft",
     "multi_round_verifier": "multi_draft",

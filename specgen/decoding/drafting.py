@@ -6,13 +6,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from itertools import cycle, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from specgen.base.seeds import derive_seed
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import token_sampling
 from specgen.decoding.policy_base import LengthPolicy
@@ -70,16 +70,6 @@ class UnrelatedDrafter:
 
     def propose(self, context: Context, policy: Any, limit: int) -> Draft:
         return Draft.chain(list(islice(self._tokens, min(policy.length, limit))))
-
-
-def derive_seed(seed: int, role: str) -> int:
-    """Returns a seed that depends on `seed` and `role` alone. Seeds for different roles are
-    independent of each other.
-
-    A role names one use of random numbers: `draft`, `target` or `policy` in a run, or a prompt and
-    its repeat in a comparison.
-    """
-    return int.from_bytes(blake2b(f"{role} {seed}".encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specgen.base.seeds import derive_seed
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import (
@@ -22,7 +23,6 @@ from specgen.decoding.drafting import (
     DraftModelUser,
     LearningDrafter,
     Setup,
-    derive_seed,
 )
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, extend_draft
 from specgen.decoding.tree import Tree

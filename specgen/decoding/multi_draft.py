@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from specgen.base.seeds import derive_seed
 from specgen.base.types import Context, Draft, Verdict
 from specgen.decoding import token_sampling
-from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup, derive_seed
+from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
 from specgen.decoding.tree import DraftTree
 from specgen.decoding.verification import GreedyVerifier, Verifier, make_verdict

@@ -9,6 +9,7 @@ summary) and chat (questions and answers). Tokens that are easy to predict alter
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 ROLES = ("target", "draft")
@@ -39,6 +40,4 @@ def head_folder(kind: str) -> Path:
 def documents() -> list[str]:
     """Returns all documents of the bundled text (six million characters), the four kinds mixed.
     `--corpus demo` reads it."""
-    import lzma
-
     return lzma.decompress((_PACKAGE / "text.xz").read_bytes()).decode().split("\f")

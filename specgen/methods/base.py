@@ -12,6 +12,7 @@ from specgen import decoding
 from specgen.base.errors import SpecgenError
 from specgen.base.model_options import Finding
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, HEADS, training_command
+from specgen.base.seeds import derive_seed
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.policy_base import LengthPolicy, Signals
@@ -394,7 +395,7 @@ def make_policy(
         case = drafting_case(models, request, setup)
         arguments["inputs"] = models.kept(DraftingKnowledge).inputs(case, parallel_costs)
     elif policy.random:
-        arguments["seed"] = decoding.derive_seed(setup.seed, "policy")
+        arguments["seed"] = derive_seed(setup.seed, "policy")
     construct: Callable[..., LengthPolicy] = policy
     return construct(**arguments)
 

@@ -75,6 +75,14 @@ class LoadedModels:
         self._reserved = 0  # tokens
         self._is_closed = False
 
+    def devices(self, *, with_draft: bool = True) -> list[torch.device]:
+        """Returns the target's devices, and unless `with_draft` is False the draft model's if there
+        is one."""
+        devices = list(self.target.devices)
+        if with_draft and self.draft is not None:
+            devices += self.draft.devices
+        return devices
+
     # what drafts
 
     def plain(self) -> Runners:

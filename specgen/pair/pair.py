@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-import torch
-
 from specgen import methods
 from specgen.base.part_kinds import DEFAULT_PART
 from specgen.base.types import Round, SamplingParams
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.run import Run
-from specgen.methods.base import Method, Request
+from specgen.methods.base import Request
 from specgen.models.loaded_models import LoadedModels
 from specgen.pair.figures import Figures
 from specgen.pair.profile_search import find as find_profile
@@ -315,13 +313,3 @@ class Pair:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def devices(pair: Pair, method: Method | None = None) -> list[torch.device]:
-    """Returns the target's devices, and the draft model's if there is one and `method` is None or
-    uses it."""
-    found = list(pair.target.devices)
-    draft = pair.draft if method is None else method.draft_of(pair.models)
-    if draft is not None:
-        found += draft.devices
-    return found

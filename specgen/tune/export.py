@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
+import yaml
+
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Value
@@ -324,8 +326,6 @@ def _sglang(method: ExportedMethod) -> str:
 
 
 def _tensorrt_llm(method: ExportedMethod) -> str:
-    import yaml
-
     settings = method.settings
     config: dict[str, object] = {"decoding_type": "Draft_Target", "max_draft_len": method.length}
     if method.name == "lookup":

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specgen.base.seeds import derive_seed
 from specgen.base.types import Context
 from specgen.decoding import token_sampling
-from specgen.decoding.drafting import derive_seed
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import SizedRunner
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specgen import methods
-from specgen.decoding.drafting import derive_seed
+from specgen.base.seeds import derive_seed
 from specgen.decoding.run import Run
 from specgen.decoding.verification import RejectionSampling
 from specgen.engine.devices import inference

@@ -1,0 +1,52 @@
+"""The drafts that `specgen tune` tries besides that of the pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from specgen.base.errors import SpecgenError
+from specgen.pair.finding import Found, other_drafts
+from specgen.pair.loading import with_draft_dtype, with_found
+from specgen.tune.tuner import worth_rounding
+
+if TYPE_CHECKING:
+    from specgen.base.model_options import ModelOptions
+    from specgen.pair.pair import Pair
+
+
+def with_other_drafts(
+    pair: Pair, options: ModelOptions, opened: ExitStack
+) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
+    """Returns the pair, with a draft model if one was found for the target, and functions that make
+    pairs with other drafts from the best pair so far.
+
+    The others are the further drafts that were found, and the best one with rounded weights, unless
+    `options` say how its weights are. `opened` closes the pairs.
+    """
+
+    def with_draft(draft: Found, best: Pair) -> Pair:
+        return opened.enter_context(with_found(best, draft, options))
+
+    def with_rounded_draft(best: Pair) -> Pair | None:
+        other = rounded(best)
+        return None if other is None else opened.enter_context(other)
+
+    drafts = other_drafts(pair.found, pair.draft)
+    if pair.draft is None and drafts:  # little is expected of it
+        pair = with_draft(drafts.pop(0), pair)
+    others: list[Callable[[Pair], Pair | None]] = [partial(with_draft, draft) for draft in drafts]
+    if options.draft_dtype is None:
+        others.append(with_rounded_draft)
+    return pair, others
+
+
+def rounded(pair: Pair) -> Pair | None:
+    """Returns the pair with its draft's weights rounded to int8; None if that cannot gain, or
+    cannot be done here."""
+    try:
+        return with_draft_dtype(pair, "int8") if worth_rounding(pair) else None
+    except SpecgenError:  # transformers runs it, or this machine has no such linear layers
+        return None
