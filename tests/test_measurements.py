@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ import specgen
 from specgen import demo
 from specgen.base import machine
 from specgen.base.measuring import PassCheck, Sample
+from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.devices import ThreadChoice
 from specgen.methods import skip_search
-from specgen.methods.skip_search import find_skips
+from specgen.methods.selfsd import SelfSpeculativeDecoding
+from specgen.methods.skip_search import find_skips, usual_skips
 from specgen.models import measurements
 from specgen.models.measurements import Measurements
 from specgen.pair.pair import Pair
@@ -232,6 +235,39 @@ def test_pass_times_are_kept_by_what_a_run_does(
     assert timed.count == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_timed"),
+    [
+        ({}, True),
+        ({"window": 3}, False),
+        ({"window": 3, "policy": "adaptive"}, True),
+        ({"window": 3, "policy": "adaptive", "verify_cost": 0.1}, False),
+    ],
+    ids=str,
+)
+def test_passes_are_timed_where_the_window_or_the_policy_follows_from_them(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_timed: bool
+) -> None:
+    timed = Source(COSTS)
+    monkeypatch.setattr("specgen.methods.pass_times.time_parallel_passes", lambda *_: timed())
+    run = near.run(near.request([1, 5, 6], "pearl", **settings))
+    assert timed.count == is_timed
+    assert run.costs == (None if settings else COSTS), "those that the window was computed from"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_greedy_drafts_of_another_process_end_with_the_target_pass(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    monkeypatch.setattr(
+        "specgen.methods.pass_times.time_parallel_passes", lambda *_: Source(COSTS)()
+    )
+    monkeypatch.setattr(near.models.worker(), "is_process", True)
+    sampling = SamplingParams(temperature=temperature)
+    schedule: Any = near.run(near.request([1, 5, 6], "pearl", sampling)).schedule
+    assert schedule.window == COSTS.run_window(is_flexible=temperature == 0)
+
+
 def times(factor: float) -> ParallelCosts:
     return replace(
         COSTS,
@@ -297,6 +333,25 @@ def test_the_layers_to_skip_are_searched_once(near: Pair, monkeypatch: pytest.Mo
             pair.generate([1, 5, 6], "selfsd", GREEDY).token_ids
             == pair.generate([1, 5, 6], "ar", GREEDY).token_ids
         )
+
+
+def test_a_seeded_run_searches_for_no_layers(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.methods.selfsd.find_skips", lambda *_: pytest.fail("searched"))
+    sampling = SamplingParams(temperature=1.0, seed=1)
+    run = near.run(near.request([1, 5, 6], "selfsd", sampling))
+    assert run.settings.values["skip"] == usual_skips(near.target)
+
+
+def test_the_speed_of_skips_is_without_the_prompts_pass(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = SimpleNamespace(token_ids=[1], seconds={"prefill": 9.0})
+    round_ = SimpleNamespace(token_ids=[1, 2, 3], seconds={"draft": 0.25, "verify": 0.25})
+    run = SimpleNamespace(rounds=lambda: iter([prefill, round_, round_]))
+    method = SelfSpeculativeDecoding()
+    monkeypatch.setattr(method, "start", lambda *_: run)
+    skips = SkippedLayers.parse("1", near.target.model.shape.num_layers)
+    assert method.speed(near.models, skips, [[1, 5], [6]]) == 6.0
 
 
 def test_a_run_starts_nothing_and_times_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
