@@ -28,7 +28,7 @@ from specgen.cli.app import app
 from specgen.compare.prompts import Prompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.engine.model_runner import ModelRunner, time_passes
-from specgen.methods import METHODS, resolve, skip_search
+from specgen.methods import METHODS, distance_from_defaults, resolve, skip_search
 from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
@@ -41,7 +41,6 @@ from specgen.tune.outcome import (
     TuningOutcome,
     TuningRequest,
     combinations,
-    distance_from_defaults,
     grid,
     nearest_to_default,
     plain_of,
@@ -86,7 +85,8 @@ def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
         assert all(values[key] == value for key, value in settings[0].items()), (
             "the defaults are tried first"
         )
-    distances = [min(2, distance_from_defaults(name, given)) for given in grid(name)]
+    method = METHODS[name]
+    distances = [min(2, distance_from_defaults(method, given)) for given in grid(name)]
     assert distances == sorted(distances)
 
 

@@ -63,8 +63,6 @@ def test_a_profile_comes_back_as_it_was_written(folder: Path) -> None:
         "as it was tuned before the method's own policy was adaptive"
     )
     assert found.settings_of("pearl") is found.settings_of("eesd") is None
-    early = found.model_copy(update={"methods": {"eesd-beta": found.methods["sd"]}})
-    assert early.settings_of("eesd") == {"policy": "beta-ts", "k": 3}
     chosen = profiles.Choice(method="sd", settings={"k": 7})
     assert found.model_copy(update={"chosen": chosen}).settings_of("sd") == {"k": 7}
     assert found.measured.costs["echo"].as_dict()["judging"] == CURVES["judging"]

@@ -7,7 +7,7 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.adaptive import Adaptive, AdaptiveMethod
-from specgen.methods.base import ADAPTIVE, Choice, Method
+from specgen.methods.base import ADAPTIVE, Choice, Grid, Method
 from specgen.methods.bild import BiLD
 from specgen.methods.block import Block
 from specgen.methods.eagle import Eagle
@@ -171,6 +171,40 @@ def known_settings(method: Method, policy: str | None) -> dict[str, Setting]:
     return settings
 
 
+def own_settings(method: Method) -> dict[str, Setting]:
+    """Returns the definitions of all settings of `method` with its own length policy, by name."""
+    return known_settings(method, method.policy)
+
+
+def unmeasured_settings(method: Method) -> dict[str, Value]:
+    """Returns the settings with which nothing has to be measured or searched before a run."""
+    policy = {} if method.policy is None else POLICIES[method.policy].unmeasured
+    return {**method.unmeasured, **policy}
+
+
+def tuned_grids(method: Method) -> Sequence[Grid]:
+    """Returns the values of settings that tuning tries: those in `Tuning.grids`; without any, those
+    that the settings of the method's length policy list (`Setting.tuned`)."""
+    if method.tuning.grids is not None:
+        return method.tuning.grids
+    assert method.policy is not None
+    settings = POLICIES[method.policy].settings
+    return [{name: setting.tuned for name, setting in settings.items() if setting.tuned}]
+
+
+def distance_from_defaults(method: Method, settings: Mapping[str, Value]) -> int:
+    """Returns how many of the settings differ from their defaults. A length policy other than the
+    method's counts as one more."""
+    policy = settings.get("policy", method.policy)
+    known = known_settings(method, None if policy is None else str(policy))
+    own = [
+        name not in known or known[name].default != value
+        for name, value in settings.items()
+        if name != "policy"
+    ]
+    return (policy != method.policy) + sum(own)
+
+
 def resolve(
     method: Method, given: Mapping[str, object], *, has_predictor: bool | None = None
 ) -> Settings:
@@ -230,7 +264,7 @@ def _take_policy(
 
 def settable_names(method: Method) -> list[str]:
     """Returns the names of the settings that users may give with the method's own length policy."""
-    return _settable(method, known_settings(method, method.policy))
+    return _settable(method, own_settings(method))
 
 
 def _settable(method: Method, known: Mapping[str, Setting]) -> list[str]:
@@ -309,12 +343,14 @@ def _join_k_and_depth(known: Mapping[str, Setting], wanted: dict[str, object]) -
 
 
 def available_policies(method: Method) -> list[str]:
-    """The names of the length policies that work with the method: its drafter computes all signals
-    that they need.
+    """The names of the length policies that users may choose for the method: its drafter computes
+    all signals that they need. Empty if they may choose none.
 
     Signals are numbers about a drafted token, such as its entropy. Signals that a setting can
     switch off do not count.
     """
+    if not method.any_policy:
+        return []
     return [name for name, policy in POLICIES.items() if policy.signals <= method.signals]
 
 

@@ -358,6 +358,7 @@ class AdaptiveMethod(DraftModelMethod):
     name = ADAPTIVE
     paper = "optimal stopping; SpecDec++, Huang et al. 2024"
     policy = ADAPTIVE
+    needed_part = ""
     drafts_without_model = True
     signals = DRAFT_SIGNALS | {MATCH_LENGTH}
     settings: ClassVar = {

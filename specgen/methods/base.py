@@ -161,7 +161,8 @@ class Method:
     made during the target's passes. `grows_trees`: all drafts may be trees. `decodes_greedily`: it
     cannot sample. `alias_of`: the name of the method that this one, with other defaults, is an
     older name of. `unmeasured` are settings with which nothing has to be measured or searched
-    before a run.
+    before a run. `needed_part` says in words what has to be there for the method to run; empty:
+    nothing has.
     """
 
     name: ClassVar[str] = ""
@@ -180,6 +181,7 @@ class Method:
     decodes_greedily: ClassVar[bool] = False
     alias_of: ClassVar[str] = ""
     unmeasured: ClassVar[Mapping[str, Value]] = {}
+    needed_part: ClassVar[str] = ""
     loading: ClassVar[Loading] = Loading()
     tuning: ClassVar[Tuning] = Tuning()
 
@@ -286,6 +288,7 @@ class DraftModelMethod(Method):
     """Base of the methods that draft with a draft model."""
 
     needs = DRAFT_MODEL
+    needed_part: ClassVar[str] = "a draft model"
     loading: ClassVar[Loading] = Loading("here", find="untried")
 
     def setup(self, models: Models, request: Request) -> Setup:
@@ -320,6 +323,7 @@ class DraftModelMethod(Method):
 class PartMethod(Method):
     """Base of the methods that draft with a trained part of the target: an exit layer or a head."""
 
+    needed_part: ClassVar[str] = "a trained head"
     loading: ClassVar[Loading] = Loading(find="heads")
 
     def setup(self, models: Models, request: Request) -> Setup:

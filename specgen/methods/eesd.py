@@ -54,6 +54,7 @@ class EESD(PartMethod):
     name = "eesd"
     paper = "EESD, with Cali-TS if there is a predictor, else Beta-TS; trees: section 5.7"
     needs = EXIT
+    needed_part = "an exit layer"
     policy = "cali-ts"
     policy_without_predictor: ClassVar[str | None] = "beta-ts"
     any_policy = True

@@ -23,6 +23,7 @@ class MultiTokenPrediction(HeadMethod):
     name = "mtp"
     paper = "multi-token prediction, DeepSeek-V3 2024"
     needs = MTP
+    needed_part = "drafting layers in the target's files"
     settings: ClassVar = tree_settings(1, "auto") | CAPE
     defaults: ClassVar = {"fixed": {"k": 3}}
     tuning = Tuning(

@@ -151,17 +151,11 @@ class Profile(_StrictModel):
         return dtype if dtype in QUANTISED else None
 
     def settings_of(self, name: str) -> Mapping[str, Value] | None:
-        """Returns the tuned settings of a method, None if it was not tuned.
-
-        Older profiles may have the method under another name, which stands for a length policy.
-        """
+        """Returns the tuned settings of a method, None if it was not tuned."""
         if name == self.chosen.method:
             return self.chosen.settings
         if name in self.methods:
             return self.methods[name].settings
-        for older, alias in methods.ALIASES.items():
-            if alias.alias_of == name and older in self.methods:
-                return {"policy": alias.policy or "", **self.methods[older].settings}
         return None
 
     def mismatch(self, now: Conditions) -> str | None:

@@ -184,12 +184,13 @@ def export(
     )
     notes = _lost(engine, method, chosen if takes_mean else settings.policy)
     notes += replaced
-    needed = [method.target_gguf, method.draft_gguf if row.uses_draft_model else ""]
+    drafts_with_model = row.uses_draft_model
+    needed = [method.target_gguf, method.draft_gguf if drafts_with_model else ""]
     if engine == "llama.cpp" and None in needed:
         notes.insert(0, _CONVERT)
-    if row.uses_draft_model and tokenizers_differ and engine != "transformers":
+    if drafts_with_model and tokenizers_differ and engine != "transformers":
         notes.append("the draft model's tokenizer is not the target's: the engine may refuse it")
-    if row.uses_draft_model and draft_dtype is not None:
+    if drafts_with_model and draft_dtype is not None:
         notes.append(
             f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them "
             "as they are stored"

@@ -15,7 +15,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value, written
 from specgen.base.types import SamplingParams, TuningVerdict
 from specgen.decoding.costs import SpeedupModel
-from specgen.methods import DEFAULT_METHOD, METHODS, POLICIES, known_settings
+from specgen.methods import DEFAULT_METHOD, METHODS, distance_from_defaults, tuned_grids
 from specgen.methods.base import Grid
 
 if TYPE_CHECKING:
@@ -158,19 +158,12 @@ def grid(name: str) -> list[GivenSettings]:
     which it tries them.
 
     First come the defaults, then what differs from them in one setting, then the rest in random
-    order: a search that runs out of time has then tried some from the whole range. The values are
-    those in `Tuning.grids`; without any, those that the settings of the method's length policy list
-    (`Setting.tuned`).
+    order: a search that runs out of time has then tried some from the whole range.
     """
     method = METHODS[name]
-    grids = method.tuning.grids
-    if grids is None:
-        assert method.policy is not None
-        settings = POLICIES[method.policy].settings
-        grids = [{key: setting.tuned for key, setting in settings.items() if setting.tuned}]
-    every = combinations(grids)
+    every = combinations(tuned_grids(method))
     Random(0).shuffle(every)
-    return sorted(every, key=lambda settings: min(2, distance_from_defaults(name, settings)))
+    return sorted(every, key=lambda settings: min(2, distance_from_defaults(method, settings)))
 
 
 def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
@@ -179,20 +172,6 @@ def combinations(grids: Sequence[Grid]) -> list[GivenSettings]:
         for chosen in product(*values.values()):
             settings.append(dict(zip(values, chosen, strict=True)))
     return settings
-
-
-def distance_from_defaults(name: str, settings: GivenSettings) -> int:
-    """Returns how many of the settings differ from their defaults. A length policy other than the
-    method's counts as one more."""
-    method = METHODS[name]
-    policy = settings.get("policy", method.policy)
-    known = known_settings(method, None if policy is None else str(policy))
-    own = [
-        key not in known or known[key].default != value
-        for key, value in settings.items()
-        if key != "policy"
-    ]
-    return (policy != method.policy) + sum(own)
 
 
 class Evidence(IntEnum):
@@ -423,7 +402,8 @@ def nearest_to_default(tried: Sequence[Candidate]) -> Candidate:
     fast = [candidate for candidate in tried if candidate.predicted >= AS_FAST * best]
 
     def distance(candidate: Candidate) -> tuple[int, float]:
-        return distance_from_defaults(candidate.name, candidate.settings), -candidate.predicted
+        method = METHODS[candidate.name]
+        return distance_from_defaults(method, candidate.settings), -candidate.predicted
 
     return min(fast, key=distance)
 

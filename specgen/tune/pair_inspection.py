@@ -440,9 +440,7 @@ def obstacle(pair: Pair, name: str) -> SpecgenError | None:
     """Returns the error that keeps the method `name` from decoding with the loaded pair; None if it
     can decode. Measures nothing."""
     method = methods.find(name)
-    settings: dict[str, Any] = dict(method.unmeasured)
-    if method.policy is not None:
-        settings |= methods.POLICIES[method.policy].unmeasured
+    settings: dict[str, Any] = methods.unmeasured_settings(method)
     if (
         pair.draft is not None
         and pair.draft.refusal is not None

@@ -40,7 +40,6 @@ from specgen.tune.outcome import (
     Candidate,
     TuningOutcome,
     combinations,
-    distance_from_defaults,
     grid,
     nearest_to_default,
     plain_of,
@@ -334,16 +333,14 @@ class Tuner:
         """
         sampling = self.request.sampling
         observer = self.observer
-        rows = [METHODS[name] for name in names if name in SIMPLE]
-        kinds = list(dict.fromkeys(["echo", *(row.tuning.cost_kind for row in rows)]))
+        kind_of = {name: METHODS[name].tuning.cost_kind for name in names if name in SIMPLE}
+        kinds = list(dict.fromkeys(["echo", *kind_of.values()]))
         costs, failures = measure_costs(
             pair, kinds, references, sampling, deadline.share(COSTS), observer.doing
         )
         if pair is self.pair:
             self.left_out |= {
-                row.name: failures[row.tuning.cost_kind]
-                for row in rows
-                if row.tuning.cost_kind in failures
+                name: failures[kind] for name, kind in kind_of.items() if kind in failures
             }
             target = costs["echo"].verification_cost
             length = min(target.curves)
@@ -501,7 +498,7 @@ class Tuner:
     ) -> Candidate | None:
         """Simulates the settings. Returns None if they turn out to be far behind, or if the time is
         up in a simulation that runs the models."""
-        runs_models = not METHODS[name].tuning.recorded
+        runs_models = name not in SIMPLE
 
         def goes_on(figures: Figures) -> bool:
             return not prospects.is_behind(name, figures) and not (
@@ -699,16 +696,14 @@ def _shapes(
 ) -> dict[str, list[GivenSettings]]:
     """Returns the settings with trees, several drafts or beams that are tried, by method. Methods
     that draft with a head also try the further `heads` of its kind."""
-    shapes = {
-        name: combinations(METHODS[name].tuning.shapes)
-        for name in names
-        if name in SIMPLE and METHODS[name].tuning.shapes
-    }
+    shapes = {}
     for name in names:
+        if name in SIMPLE:
+            shapes[name] = combinations(METHODS[name].tuning.shapes)
         if name in SEARCHED:
             further = ({}, *heads.get(METHODS[name].head, ()))
             shapes[name] = [{**head, **settings} for settings in grid(name) for head in further]
-    return shapes
+    return {name: settings for name, settings in shapes.items() if settings}
 
 
 def worth_running(candidates: Sequence[Candidate], named: Collection[str]) -> list[Candidate]:
@@ -805,7 +800,7 @@ def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
 def _defaults(name: str) -> GivenSettings:
     """Returns the method's default settings, written as in its grid if they are in it."""
     first = grid(name)[0] if name in SIMPLE or name in SEARCHED else {}
-    return {} if distance_from_defaults(name, first) else first
+    return {} if methods.distance_from_defaults(METHODS[name], first) else first
 
 
 def _expected(

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from specgen.base.part_kinds import MTP
 from specgen.base.text import counted, inline, one_line, significant
 from specgen.decoding.costs import ACCEPTANCES, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
-from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, known_settings
+from specgen.methods import DEFAULT_METHOD, METHODS, available_policies, own_settings
 from specgen.methods.base import Method
 from specgen.tune.outcome import PLAIN, Candidate, Evidence, TuningOutcome
 from specgen.view import theme
@@ -397,7 +396,7 @@ def method_line(method: Method) -> dict[str, Any]:
             "high": setting.high if math.isfinite(setting.high) else None,
             "choices": list(setting.choices),
         }
-        for name, setting in known_settings(method, method.policy).items()
+        for name, setting in own_settings(method).items()
     }
     return {
         "type": "method",
@@ -407,7 +406,7 @@ def method_line(method: Method) -> dict[str, Any]:
         "needs_draft_model": method.needs_draft_model,
         "needs_exit_layer": method.needs_exit_layer,
         "policy": method.policy,
-        "policies": available_policies(method) if method.any_policy else [],
+        "policies": available_policies(method),
         "settings": settings,
     }
 
@@ -420,23 +419,17 @@ def method_card(console: Console, method: Method) -> None:
         head.append("  lossless", "good")
     else:
         head.append("  lossy", "bad")
-    needs = []
-    if method.needs_draft_model:
-        needs.append("a draft model")
-    if method.needs_exit_layer:
-        needs.append("an exit layer")
-    if method.head:
-        own_layers = method.needs == MTP
-        needs.append("drafting layers in the target's files" if own_layers else "a trained head")
-    head.append("".join(f"  needs {part}" for part in needs), "quiet")
+    if method.needed_part:
+        head.append(f"  needs {method.needed_part}", "quiet")
     console.print(head)
 
-    if method.any_policy:
-        policies = ", ".join(available_policies(method))
+    policies = available_policies(method)
+    if policies:
         fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
         line = Text(f"  policy={method.policy or ''}")
-        console.print(line.append(f"  one of {policies}, with its settings{fixed}", "quiet"))
-    for name, setting in known_settings(method, method.policy).items():
+        listed = ", ".join(policies)
+        console.print(line.append(f"  one of {listed}, with its settings{fixed}", "quiet"))
+    for name, setting in own_settings(method).items():
         default = setting.default
         if isinstance(default, bool):
             default = str(default).lower()
