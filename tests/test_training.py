@@ -41,7 +41,7 @@ from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
 from specgen.train import texts as training_texts
-from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Corpus, Part, chat_prompts, read_corpus
+from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Corpus, Use, chat_prompts, read_corpus
 from specgen.train.exits import PredictorObjective, judged_tokens, measure, train_predictor
 from specgen.train.loop import IGNORED, RANKS, Training, TrainingBatches, held_out_agreement, train
 from specgen.train.task import Recipe, TrainingStopped
@@ -111,7 +111,7 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
         "welv",
         "elve",
     }
-    assert texts.sample(random.Random(0), 9, parts=[Part.HELD_OUT]), (
+    assert texts.sample(random.Random(0), 9, uses=[Use.HELD_OUT]), (
         "two documents are too few to hold one out"
     )
     assert read_corpus(corpus, encode).is_split, "a short file is cut into enough pieces"
@@ -132,8 +132,8 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
         read_corpus(tmp_path, encode)
 
 
-def documents_of(corpus: Corpus, *parts: Part) -> set[int]:
-    return {corpus.sample(random.Random(seed), 9, parts=parts)[0] for seed in range(300)}
+def documents_of(corpus: Corpus, *uses: Use) -> set[int]:
+    return {corpus.sample(random.Random(seed), 9, uses=uses)[0] for seed in range(300)}
 
 
 def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
@@ -141,16 +141,16 @@ def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
     Samples are parts of documents."""
     repeated = Corpus([[index // 2] * 4 for index in range(48)])
     held_out, predictor, of_train = (
-        documents_of(repeated, part) for part in (Part.HELD_OUT, Part.PREDICTOR, Part.TRAIN)
+        documents_of(repeated, part) for part in (Use.HELD_OUT, Use.PREDICTOR, Use.TRAIN)
     )
     assert (held_out, predictor) == ({0, 8, 16}, {2, 5, 10, 13, 18, 21})
     assert of_train == set(range(24)) - held_out - predictor
-    assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Part.HELD_OUT) == set(
+    assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Use.HELD_OUT) == set(
         range(7)
     ), "too few to split"
-    for parts, expected in (((Part.TRAIN,), of_train), (NOT_HELD_OUT, of_train | predictor)):
+    for uses, expected in (((Use.TRAIN,), of_train), (NOT_HELD_OUT, of_train | predictor)):
         batches = TrainingBatches(
-            task_of(Path(), replace(TINY, batch=8), corpus=repeated), [], parts
+            task_of(Path(), replace(TINY, batch=8), corpus=repeated), [], uses
         )
         assert {
             int(token) for step in range(20) for token in batches.batch(step).ids.unique()
@@ -159,7 +159,7 @@ def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
         [[number * 100 + index for index in range(10 + number)] for number in range(16)]
     )
     for seed in range(100):
-        found = corpus.sample(random.Random(seed), 6, parts=[Part.PREDICTOR])
+        found = corpus.sample(random.Random(seed), 6, uses=[Use.PREDICTOR])
         assert found == list(range(found[0], found[0] + 6))
         assert found[-1] % 100 < 10 + found[0] // 100
         assert corpus.sample(random.Random(seed), 6, from_start=True)[0] % 100 == 0
@@ -228,9 +228,9 @@ def test_batched_texts_equal_those_generated_alone(
 
 
 PARTS = {
-    "head": (Part.TRAIN, Part.HELD_OUT),
-    "exit": tuple(Part),
-    "predictor": (Part.PREDICTOR, Part.HELD_OUT),
+    "head": (Use.TRAIN, Use.HELD_OUT),
+    "exit": tuple(Use),
+    "predictor": (Use.PREDICTOR, Use.HELD_OUT),
 }
 
 
@@ -251,22 +251,22 @@ def test_every_text_continues_a_document_of_its_part(
     assert TextGeneration(target, task, PARTS[used]).texts == texts, "they are stored"
     for text in texts:
         part = CYCLE[(text.ids[0] - 5) % len(CYCLE)]
-        assert text.part == (part if used != "head" or part != Part.PREDICTOR else Part.TRAIN)
+        assert text.use == (part if used != "head" or part != Use.PREDICTOR else Use.TRAIN)
         top1 = predicted(target, text).top_k_ids[text.prompt_length - 1 : -1, 0].tolist()
         assert text.ids[text.prompt_length :] == top1 or not text.greedy
-    parts = [text.part for text in texts]
+    uses = [text.use for text in texts]
     of_greedy = sum(text.greedy for text in texts)
     assert 0 < of_greedy < len(texts)
     if is_prompted:
         assert of_greedy <= 24, "greedily, each prompt is continued once"
     elif used == "predictor":
-        assert set(parts) == {Part.PREDICTOR, Part.HELD_OUT}
+        assert set(uses) == {Use.PREDICTOR, Use.HELD_OUT}
     else:
-        assert (2 * of_greedy, 8 * parts.count(Part.HELD_OUT)) == (len(texts), len(texts))
+        assert (2 * of_greedy, 8 * uses.count(Use.HELD_OUT)) == (len(texts), len(texts))
         assert (
-            0 < parts.count(Part.PREDICTOR) < len(parts) / 4
+            0 < uses.count(Use.PREDICTOR) < len(uses) / 4
             if used == "exit"
-            else Part.PREDICTOR not in parts
+            else Use.PREDICTOR not in uses
         )
     path = tmp_path / "training" / "texts-0000.json"
     path.write_text(path.read_text()[:-5])
@@ -292,7 +292,7 @@ def test_generation_keeps_to_its_time_and_memory(
         patched.setattr("time.monotonic", lambda: now)
         recipe = replace(TINY, steps=None, seconds=200.0, window=64)
         made = TextGeneration(
-            target, task_of(tmp_path, recipe, corpus=corpus_of(corpus, target)), tuple(Part)
+            target, task_of(tmp_path, recipe, corpus=corpus_of(corpus, target)), tuple(Use)
         )
         assert {text.greedy for text in made.run()} == {True, False}
         assert 0.2 * 200 * 0.5 < made.seconds < 0.2 * 200 * 1.1
@@ -407,7 +407,7 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
         rounded.append(
             all(torch.equal(each, each.to(dtype).float()) for each in LAST[0].parameters.values())
         )
-        measured[:] = [text for text in texts if text.part == Part.HELD_OUT and text.greedy]
+        measured[:] = [text for text in texts if text.use == Use.HELD_OUT and text.greedy]
         return held_out_agreement(texts, ranks_of)
 
     for module in ("exits", "distillation", "heads"):
@@ -456,9 +456,9 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(
     target = opened(folder)
     checked = opened(folder)
     texts = written(
-        target, [[5, 9, token] for token in range(3, 9)], 20, greedy=False, part=Part.TRAIN
+        target, [[5, 9, token] for token in range(3, 9)], 20, greedy=False, part=Use.TRAIN
     )
-    texts += written(target, [[7, 7, 7]], 20, greedy=False, part=Part.HELD_OUT)
+    texts += written(target, [[7, 7, 7]], 20, greedy=False, part=Use.HELD_OUT)
     task = task_of(folder / "out", replace(TINY, batch=6), corpus=corpus_of(corpus, target))
     batches = objective("sd", task, target, opened_draft(other)).start(texts)
     batch = batches.batch(3)
@@ -468,7 +468,7 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(
             references = teacher[segments == segment]
             if references[0] != IGNORED:
                 again = predicted(
-                    checked, Text(ids[segments == segment].tolist(), 1, False, Part.TRAIN)
+                    checked, Text(ids[segments == segment].tolist(), 1, False, Use.TRAIN)
                 )
                 assert torch.equal(batches.top_k_ids[references], again.top_k_ids)
                 torch.testing.assert_close(
@@ -489,7 +489,7 @@ def judged(
     ids: list[int], top1: list[int], prompt_length: int, exit_top1: list[int], continuing: float
 ) -> list[Any]:
     text = PredictedText(
-        Text(ids, prompt_length, True, Part.PREDICTOR), torch.tensor(top1)[:, None], torch.empty(0)
+        Text(ids, prompt_length, True, Use.PREDICTOR), torch.tensor(top1)[:, None], torch.empty(0)
     )
     return list(judged_tokens(text, exit_top1, continuing, random.Random(0)))
 
@@ -520,7 +520,7 @@ def test_rounds_start_after_the_last_committed_token() -> None:
     ]
 
 
-def made_texts(number: int, accepts: Any, parts: list[Part]) -> Any:
+def made_texts(number: int, accepts: Any, uses: list[Use]) -> Any:
     """Texts of random states; `accepts(target_states, exit_states, rng)` says which tokens exit and
     target agree about.
 
@@ -537,7 +537,7 @@ def made_texts(number: int, accepts: Any, parts: list[Part]) -> Any:
         top1 = torch.cat((ids[1:], torch.tensor([2])))
         guesses = torch.where(accepts(target_states, exit_states, generator), top1, 95)
         made[tuple(ids.tolist())] = torch.nn.functional.one_hot(guesses, 96).float(), exit_states
-        text = Text(ids.tolist(), 1, True, parts[index % len(parts)])
+        text = Text(ids.tolist(), 1, True, uses[index % len(uses)])
         texts.append(PredictedText(text, top1[:, None], torch.empty(0), target_states))
     return texts, lambda ids: made[tuple(ids)]
 
@@ -546,21 +546,21 @@ def test_a_predictor_learns_from_reserved_text_only() -> None:
     """In the texts that the exit was trained on, exit and target always agree; in the others, half
     of the time."""
     half = lambda target, _, generator: torch.rand(len(target), generator=generator) < 0.5  # noqa: E731
-    texts, outputs = made_texts(48, half, list(Part))
+    texts, outputs = made_texts(48, half, list(Use))
     for text in texts:
-        if text.text.part == Part.TRAIN:
+        if text.text.use == Use.TRAIN:
             outputs(text.text.ids)[0].copy_(torch.nn.functional.one_hot(text.top_k_ids[:, 0], 96))
     assert train_predictor(outputs, texts, seed=0)[1]["mean_score"] == pytest.approx(0.5, abs=0.1)
-    parts = [Part.HELD_OUT, Part.PREDICTOR, Part.PREDICTOR, Part.PREDICTOR]
-    seen, state_of = made_texts(40, lambda _, exit_, __: 30 * exit_[:, 0] > -15, parts)
+    uses = [Use.HELD_OUT, Use.PREDICTOR, Use.PREDICTOR, Use.PREDICTOR]
+    seen, state_of = made_texts(40, lambda _, exit_, __: 30 * exit_[:, 0] > -15, uses)
     fit = train_predictor(state_of, seen, seed=0)[1]
     assert fit["loss"] < 0.9 * fit["base_loss"], "the exit's state tells"
     without = {
-        part: [text for text in texts if text.text.part != part]
-        for part in (Part.HELD_OUT, Part.PREDICTOR)
+        part: [text for text in texts if text.text.use != part]
+        for part in (Use.HELD_OUT, Use.PREDICTOR)
     }
-    assert train_predictor(outputs, without[Part.HELD_OUT], seed=0)[1] == {}
-    assert train_predictor(outputs, without[Part.PREDICTOR], seed=0) == (None, {})
+    assert train_predictor(outputs, without[Use.HELD_OUT], seed=0)[1] == {}
+    assert train_predictor(outputs, without[Use.PREDICTOR], seed=0) == (None, {})
 
 
 def test_measurements_of_known_scores() -> None:

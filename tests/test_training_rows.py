@@ -28,7 +28,7 @@ from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import block, eagle, glide, medusa
 from specgen.train import heads
-from specgen.train.corpus import Part
+from specgen.train.corpus import Use
 from specgen.train.heads import HeadObjective
 from specgen.train.loop import IGNORED, Training, held_out_agreement
 from specgen.train.texts import Text
@@ -158,7 +158,7 @@ def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: 
     if kind == "medusa":
         hidden = head.states(batch).hidden.flatten(0, 1)
         assert torch.equal(found.outputs, hidden[found.sources - found.depths - 1])
-    training = Training(head, head.begin(head.parameters, [], (Part.TRAIN,)))
+    training = Training(head, head.begin(head.parameters, [], (Use.TRAIN,)))
     losses = [training.advance() for _ in range(8)]
     assert sum(losses[-2:]) < 0.97 * sum(losses[:2])
     assert all(moment["exp_avg"].abs().max() > 0 for moment in training._optimizer.state.values())
@@ -170,7 +170,7 @@ def test_the_losses_over_a_reduced_vocabulary(
     """The divergence from the target's distribution over the head's tokens; none where its
     likeliest token is not among them."""
     monkeypatch.setattr(heads, "_LARGEST_VOCABULARY", 8)
-    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Part.HELD_OUT)]
+    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.HELD_OUT)]
     head = started("eagle", saved("llama", tmp_path, num_hidden_layers=8), texts=texts)
     ids = [0, 1, 2, 3, 4, 5, 9, 60]  # the tokens of the text, and the lowest others
     assert head.weights([]).vocabulary.tolist() == ids  # type: ignore[union-attr]
@@ -191,10 +191,10 @@ def test_the_losses_over_a_reduced_vocabulary(
 
 def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:
     """Two greedy drafts and a sampled one of three depths; -1 where nothing is predicted. Other
-    parts do not count."""
+    uses do not count."""
     ranks = {1: [[0, 0, 2], [0, 4, -1]], 2: [[99, 0, 0]], 3: [[0, 0, 0]]}
     texts = [
-        Text([number, 7], 1, number == 1, Part.TRAIN if number == 3 else Part.HELD_OUT)
+        Text([number, 7], 1, number == 1, Use.TRAIN if number == 3 else Use.HELD_OUT)
         for number in ranks
     ]
     agreement, by_rank = held_out_agreement(texts, lambda text: torch.tensor(ranks[text.ids[0]]))
@@ -213,7 +213,7 @@ def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:
 def test_ranks_are_those_of_the_targets_tokens(tmp_path: Path) -> None:
     """Of each draft that begins after the prompt's last token or a later one."""
     head = started("medusa", saved("llama", tmp_path), scale=0.1)
-    (text,) = written(head.target, [[5, 9, 7]], 12, greedy=True, part=Part.HELD_OUT)
+    (text,) = written(head.target, [[5, 9, 7]], 12, greedy=True, part=Use.HELD_OUT)
     found, (_, top_k_ids, _) = head.predictions(packed([text.ids], len(text.ids)), None)
     orders = head.logits(found.outputs, found.depths).argsort(descending=True)
     expected = torch.full((len(text.ids), head.depths), -1)
@@ -290,7 +290,7 @@ def test_gradients_do_not_depend_on_the_piece_size(
             "specgen.train.loop.MAX_LOGITS", 1 << 26 if rows > 5 else 24 * made.vocabulary
         )
         texts = written(
-            target, [[5, 9, token] for token in range(3, 9)], 20, greedy=True, part=Part.TRAIN
+            target, [[5, 9, token] for token in range(3, 9)], 20, greedy=True, part=Use.TRAIN
         )
         training = Training(made, made.start(texts))
         monkeypatch.setattr(

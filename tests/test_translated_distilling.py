@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from specgen.base.errors import SpecgenError
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.text.translation import Translation
-from specgen.train.corpus import Corpus, Part
+from specgen.train.corpus import Corpus, Use
 from specgen.train.distillation import DraftObjective, check_overlap, translate
 from specgen.train.loop import IGNORED, divergence
 from specgen.train.texts import Text, predicted
@@ -82,8 +82,8 @@ def texts(target: LoadedModel) -> list[Text]:
     ]
     read = target.tokenizer.encode("the dog and the fox, 12345 times")
     return [
-        *written(target, prompts, 24, greedy=False, part=Part.TRAIN),
-        Text(read, len(read), False, Part.TRAIN),
+        *written(target, prompts, 24, greedy=False, part=Use.TRAIN),
+        Text(read, len(read), False, Use.TRAIN),
     ]
 
 
@@ -176,7 +176,7 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(
 def test_agreement_is_that_of_the_restricted_draft(
     folders: tuple[Path, Path], target: LoadedModel, translation: Translation, texts: list[Text]
 ) -> None:
-    text = texts[0]._replace(part=Part.HELD_OUT)
+    text = texts[0]._replace(part=Use.HELD_OUT)
     objective = started(folders, [text, *texts[1:]])
     logits = 4 * torch.randn(200, VOCABULARY, generator=torch.Generator().manual_seed(3))
     objective.next_logits = lambda ids: logits[: len(ids)]  # type: ignore[method-assign]

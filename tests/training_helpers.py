@@ -19,7 +19,7 @@ from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel, load_model
 from specgen.engine.model_files import ModelSource, find_model
 from specgen.engine.precision import Precision
-from specgen.train.corpus import Corpus, Part, read_corpus
+from specgen.train.corpus import Corpus, Use, read_corpus
 from specgen.train.loop import IGNORED, PackedBatch, pack
 from specgen.train.task import Recipe, TrainingTask
 from specgen.train.texts import Text, continuations
@@ -75,7 +75,7 @@ def objective(kind: str, task: TrainingTask, target: LoadedModel, *arguments: An
 
 
 def written(
-    target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Part
+    target: LoadedModel, prompts: Sequence[Sequence[int]], length: int, *, greedy: bool, part: Use
 ) -> list[Text]:
     """Texts of at most `length` tokens that the target generates after the prompts, to be used for
     `part`."""

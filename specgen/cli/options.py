@@ -341,8 +341,8 @@ class DecodingGroup(ModelOptions):
 
     @property
     def has_draft(self) -> bool:
-        """Whether there will be a draft model: the one of --draft, or the demo pair's if no target
-        is named."""
+        """Whether there will be a draft model: the one of --draft, the demo pair's if no target is
+        named, or, as far as is known before the search, one that is found."""
         return self.draft != NO_DRAFT and (
             self.draft is not None or self.target is None or self.finds
         )

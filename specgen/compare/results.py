@@ -321,7 +321,7 @@ def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
 
 
 def best(results: Sequence[MethodResult]) -> MethodResult | None:
-    """Returns the first of the `candidates`; None if there are none."""
+    """Returns the fastest lossless method, of the `candidates`; None if there are none."""
     return next(iter(candidates(results)), None)
 
 

@@ -279,8 +279,8 @@ class ThreadChoice:
 
 
 def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
-    """Returns the smallest number of CPU threads with which `work` is nearly as fast as with the
-    fastest number.
+    """Chooses the smallest number of CPU threads with which `work` is nearly as fast as with the
+    fastest number. Returns a sample of this choice.
 
     The sample's spread is that of the times, or the time with one thread over its own processor
     time if that is more: beside busy programs all times may be long, and evenly, but the thread

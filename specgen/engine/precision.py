@@ -72,8 +72,9 @@ def choose_draft_precision(
     A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its
     products take the same time in all dtypes, and elsewhere in the dtype of its weights. If
     products with rounded weights do not work on this machine, the weights are not rounded, and the
-    `warning` says why. Raises SpecgenError for an unknown name, and for rounding the weights of a
-    model that transformers runs.
+    `warning` says why. Raises SpecgenError for an unknown name, and if `name` asks to round the
+    weights of a mixture of experts or of a model that transformers runs; if `dtype` does, they are
+    not rounded.
     """
     kind = name or dtype
     other = "auto" if dtype in QUANTISED else dtype

@@ -124,8 +124,8 @@ class Request:
 
     @property
     def part_name(self) -> str:
-        """The value of the setting `exit` or `head`, which names a method's trained part: a path or
-        `auto`."""
+        """What names the method's trained part: the value of its setting `exit` or `head`, a path
+        or `auto`; `auto` for a method without such a setting."""
         values = self.settings.values
         return str(values.get("exit", values.get("head", DEFAULT_PART)))
 

@@ -251,10 +251,11 @@ class LearnedCosts:
 
     @property
     def is_trial(self) -> bool:
-        """Whether so many rounds had no draft that the next one is tried, whatever was learned.
+        """Whether the next round shall draft, whatever was learned, because so many rounds had no
+        draft.
 
-        The intervals between trials grow with each that was too expensive, and less with one that
-        was a stall.
+        This number of rounds grows with each such trial that was too expensive, and less if only a
+        stall of the machine made it expensive.
         """
         doublings = self._refused // _EQUAL_TRIALS
         return self._idle >= min(_TRIAL_INTERVAL << min(doublings, 10), LONGEST_PAUSE)
@@ -365,8 +366,8 @@ class Acceptance:
         return _probability(score + self.offset + self.residuals / (self.recent + _RECENT_STRENGTH))
 
     def learn(self, score: float, accepted: bool) -> None:
-        """Moves what `predict` returns for later tokens towards what happened to a drafted token
-        with the same kind of score.
+        """Learns that a drafted token with this score was `accepted`, or was not: `predict` then
+        returns more, or less, for all tokens.
 
         Call it for each token that the target has accepted, and for the first one that it has
         rejected.

@@ -126,29 +126,31 @@ class Search:
     def found(self) -> list[Found]:
         """What can draft for the target: parts that belong to it first, then by expected
         speedup."""
-        return [*self.own, *(each for each in self.judged if each.refusal is None)]
+        return [*self.own, *(drafter for drafter in self.judged if drafter.refusal is None)]
 
     @property
     def left_out(self) -> list[str]:
         """A line for each drafter that does not work, with the reason."""
         return [
-            f"left out {each.name}: {each.refusal}"
-            for each in self.judged
-            if each.refusal is not None
+            f"left out {drafter.name}: {drafter.refusal}"
+            for drafter in self.judged
+            if drafter.refusal is not None
         ]
 
     def learned(self, found: Found) -> Search:
         """Returns the search with what was learned about something that it found."""
-        judged = [found if each.folder == found.folder else each for each in self.judged]
+        judged = [found if drafter.folder == found.folder else drafter for drafter in self.judged]
         return replace(self, judged=_ordered(judged))
 
     def keep(self) -> None:
         """Stores what the files showed, for later searches of the same files."""
         lasting = [
-            replace(each, refusal=None, may_pass=False) if each.may_pass else each
-            for each in self.judged
+            replace(drafter, refusal=None, may_pass=False) if drafter.may_pass else drafter
+            for drafter in self.judged
         ]
-        facts = [asdict(each) | {"name": None, "folder": str(each.folder)} for each in lasting]
+        facts = [
+            asdict(drafter) | {"name": None, "folder": str(drafter.folder)} for drafter in lasting
+        ]
         keep_search(self.target, self.conditions, self.state, facts)
 
 
@@ -193,7 +195,7 @@ def search(
         folders,
         state,
         own,
-        _ordered([each for each in judged if each is not None]),
+        _ordered([drafter for drafter in judged if drafter is not None]),
     )
     made.keep()
     return made
@@ -213,26 +215,26 @@ def _conditions(
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:
-    return sorted(found, key=lambda each: (-each.speedup, -each.cost, each.name))
+    return sorted(found, key=lambda drafter: (-drafter.speedup, -drafter.cost, drafter.name))
 
 
 def _restored(kept: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) -> list[Found]:
     """Returns what an earlier search kept, under the names by which the folders go now."""
     names = {str(folder): name for name, folder in folders.items()}
-    found = []
+    restored = []
     for facts in kept:
         with suppress(TypeError, KeyError):
             folder = str(facts["folder"])
-            found.append(Found(**{**facts, "name": names[folder], "folder": Path(folder)}))
-    return _ordered(found)
+            restored.append(Found(**{**facts, "name": names[folder], "folder": Path(folder)}))
+    return _ordered(restored)
 
 
 def other_drafts(found: Sequence[Found], draft: LoadedModel | None) -> list[Found]:
     """Returns the draft models among what was found for a target, but for `draft`."""
     return [
-        each
-        for each in found
-        if each.kind == DRAFT_MODEL and (draft is None or each.folder != draft.folder)
+        model
+        for model in found
+        if model.kind == DRAFT_MODEL and (draft is None or model.folder != draft.folder)
     ]
 
 
@@ -391,7 +393,7 @@ def _of_model(
     or lacks tensors."""
     is_related = text_config(config).get("model_type") == target.shape.model_type
     why = f"the same tokenizer{'' if is_related else ', another family'}, {cost:.0%} of the size"
-    found = Found(
+    draft = Found(
         DRAFT_MODEL, name, folder, ASSUMED if is_related else ASSUMED_OF_OTHERS, cost, why
     )
     try:
@@ -400,8 +402,8 @@ def _of_model(
         if model.architecture is not None:
             open_model(folder, name, model.architecture, torch.device("cpu"))
     except SpecgenError as error:
-        return replace(found, refusal=error.message)
-    return found
+        return replace(draft, refusal=error.message)
+    return draft
 
 
 def _of_part(part: TrainedPart, target: ModelFiles, size: int, why: str, name: str = "") -> Found:

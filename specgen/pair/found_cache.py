@@ -35,7 +35,7 @@ def read_search(target: Path, conditions: str, state: str) -> list[dict[str, Any
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(_file(target, conditions).read_text("utf-8"))
         if kept["state"] == state:
-            return [dict(each) for each in kept["found"]]
+            return [dict(drafter) for drafter in kept["found"]]
     return None
 
 
@@ -71,6 +71,6 @@ def _entries(place: Path) -> list[list[Any]]:
 
 def _facts(path: Path) -> list[Any]:
     with suppress(OSError):
-        found = path.stat()
-        return [path.name, found.st_size, found.st_mtime_ns]
+        facts = path.stat()
+        return [path.name, facts.st_size, facts.st_mtime_ns]
     return [path.name]

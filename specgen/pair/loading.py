@@ -266,8 +266,8 @@ def _load(
         return pair
     announce(f"looking for what can draft for {target.name}")
     pair.searched = search(target, devices, options)
-    heads = [each for each in pair.found if each.kind in HEADS]
-    pair.parts.beside = {each.kind: each.folder for each in reversed(heads)}
+    heads = [head for head in pair.found if head.kind in HEADS]
+    pair.parts.beside = {head.kind: head.folder for head in reversed(heads)}
     return _with_model(pair, options, devices[1], process, announce)
 
 
@@ -286,7 +286,7 @@ def _with_model(
     """
     find = options.find
     models = [
-        each for each in pair.found if each.kind == DRAFT_MODEL and each.speedup >= LEAST_GAIN
+        model for model in pair.found if model.kind == DRAFT_MODEL and model.speedup >= LEAST_GAIN
     ]
     for found in [] if find == "heads" else models[:MOST_TRIED]:
         learned = found

@@ -149,7 +149,7 @@ class Pair:
         prompts = several(prompt)
         given = [prompt] if prompts is None else prompts
         requests = [
-            self.request(each, method, sampling, record=record, **settings) for each in given
+            self.request(text, method, sampling, record=record, **settings) for text in given
         ]
         results = [self._result(request, perplexity=perplexity) for request in requests]
         return results[0] if prompts is None else results

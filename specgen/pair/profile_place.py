@@ -30,15 +30,15 @@ Conditions = dict[str, dict[str, Any] | str | None]
 def flat(conditions: Conditions) -> dict[str, Any]:
     """Returns the conditions as one mapping, with names such as `exit layer` and `target device` as
     keys."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for field, value in conditions.items():
         name = field.removesuffix("s").replace("_", " ")
-        found |= (
+        named |= (
             {f"{name} {key}": each for key, each in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
-    return found
+    return named
 
 
 class ProfileSource(NamedTuple):

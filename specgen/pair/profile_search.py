@@ -36,7 +36,7 @@ def find(
     found_in = folder or default_folder(key, sampling)
     path = found_in / FILE
     if not path.is_file() and folder is None:
-        others = [each for each in found_in.parent.glob(f"*/{FILE}") if each.is_file()]
+        others = [path for path in found_in.parent.glob(f"*/{FILE}") if path.is_file()]
         if not others:
             return None, ""
         path = max(others, key=lambda each: each.stat().st_mtime)

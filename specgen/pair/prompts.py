@@ -43,10 +43,13 @@ def messages(
 
     `before` holds the earlier messages of the user, each with the model's answer.
     """
-    found = [{"role": "system", "content": system}] if system is not None else []
+    conversation = [{"role": "system", "content": system}] if system is not None else []
     for question, answer in before:
-        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return [*found, {"role": "user", "content": prompt}]
+        conversation += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    return [*conversation, {"role": "user", "content": prompt}]
 
 
 def sampling_with(
@@ -63,7 +66,7 @@ def sampling_with(
     """
     if not isinstance(sampling, SamplingParams | None):
         raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
-    names = [each.name for each in fields(SamplingParams) if each.name in settings]
+    names = [parameter.name for parameter in fields(SamplingParams) if parameter.name in settings]
     made = replace(sampling or SamplingParams(), **{name: settings.pop(name) for name in names})
     if made.ignore_eos:
         return made
@@ -90,14 +93,16 @@ def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
             "Give text, token ids, or messages with role and content",
         )
     given: list[Any] = list(prompt)
-    if any(isinstance(each, str) for each in given):
+    if any(isinstance(entry, str) for entry in given):
         raise SpecgenError(
             f"the prompt is {shown(given)} with text",
             "pair.generate takes several prompts, but this takes one",
         )
-    if not any(isinstance(each, Mapping) for each in given):
+    if not any(isinstance(entry, Mapping) for entry in given):
         return given, ""
-    if not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in given):
+    if not all(
+        isinstance(entry, Mapping) and {"role", "content"} <= entry.keys() for entry in given
+    ):
         raise SpecgenError(
             "the prompt has a message without role and content",
             'Write [{"role": "user", "content": "..."}]',

@@ -38,7 +38,7 @@ _MIN_PIECE = 500  # characters
 _MAX_PIECE = 20_000  # characters
 
 
-class Part(IntEnum):
+class Use(IntEnum):
     """What a document, a prompt or a generated text is used for.
 
     TRAIN: to train an exit layer, a head or a draft model. PREDICTOR: to train the predictor of an
@@ -53,26 +53,26 @@ class Part(IntEnum):
 # What each of eight consecutive documents or prompts is used for; then the cycle begins again. If
 # there are fewer than eight, all are for training.
 CYCLE = (
-    Part.HELD_OUT,
-    Part.TRAIN,
-    Part.PREDICTOR,
-    Part.TRAIN,
-    Part.TRAIN,
-    Part.PREDICTOR,
-    Part.TRAIN,
-    Part.TRAIN,
+    Use.HELD_OUT,
+    Use.TRAIN,
+    Use.PREDICTOR,
+    Use.TRAIN,
+    Use.TRAIN,
+    Use.PREDICTOR,
+    Use.TRAIN,
+    Use.TRAIN,
 )
-ALL_PARTS = frozenset(Part)
-NOT_HELD_OUT = (Part.TRAIN, Part.PREDICTOR)
+ALL_USES = frozenset(Use)
+NOT_HELD_OUT = (Use.TRAIN, Use.PREDICTOR)
 
 
 class Corpus:
     """Tokenized documents, stored one after the other. No document is added once MAX_TOKENS tokens
     are stored.
 
-    Each document has a use (`Part`): training, training of a predictor, or measuring. Equal
+    Each document has a use (`Use`): training, training of a predictor, or measuring. Equal
     documents have the same use. The corpus `is_split` if there are at least eight different ones.
-    Otherwise all are for training, and the argument `parts` of `sample` and `different` has no
+    Otherwise all are for training, and the argument `uses` of `sample` and `different` has no
     effect.
     """
 
@@ -90,7 +90,7 @@ class Corpus:
             if len(self._ids) >= MAX_TOKENS:
                 break
         self.is_split = len(known) >= len(CYCLE)
-        self._chosen: dict[frozenset[Part], tuple[list[int], list[int]]] = {}
+        self._chosen: dict[frozenset[Use], tuple[list[int], list[int]]] = {}
 
     @property
     def tokens(self) -> int:
@@ -102,15 +102,15 @@ class Corpus:
         max_tokens: int,
         *,
         from_start: bool = False,
-        parts: Collection[Part] = ALL_PARTS,
+        uses: Collection[Use] = ALL_USES,
     ) -> list[int]:
-        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Part`)
-        is one of `parts`.
+        """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Use`)
+        is one of `uses`.
 
         A document is chosen with probability proportional to its length. With `from_start` they are
         its first tokens; otherwise they begin at a random place.
         """
-        documents, ends = self._documents(parts)
+        documents, ends = self._documents(uses)
         position = rng.randrange(ends[-1])
         index = bisect_right(ends, position)
         start, end = self._starts[documents[index] : documents[index] + 2]
@@ -118,20 +118,20 @@ class Corpus:
             start = min(end - (ends[index] - position), end - max_tokens)
         return self._ids[start : min(end, start + max_tokens)].tolist()
 
-    def different(self, parts: Collection[Part]) -> list[tuple[int, ...]]:
-        """Returns the different documents (token ids) whose use (`Part`) is one of `parts`, in
+    def different(self, uses: Collection[Use]) -> list[tuple[int, ...]]:
+        """Returns the different documents (token ids) whose use (`Use`) is one of `uses`, in
         their order."""
-        indices, _ = self._documents(parts)
+        indices, _ = self._documents(uses)
         return list(
             dict.fromkeys(
                 tuple(self._ids[self._starts[index] : self._starts[index + 1]]) for index in indices
             )
         )
 
-    def _documents(self, parts: Collection[Part]) -> tuple[list[int], list[int]]:
-        """Returns the indices of the documents whose use is one of `parts`, and the running total
+    def _documents(self, uses: Collection[Use]) -> tuple[list[int], list[int]]:
+        """Returns the indices of the documents whose use is one of `uses`, and the running total
         of their numbers of tokens."""
-        key = frozenset(parts)
+        key = frozenset(uses)
         if key not in self._chosen:
             numbers = enumerate(self._numbers)
             chosen = [

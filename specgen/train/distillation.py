@@ -54,7 +54,7 @@ from specgen.engine.transformers.loading import load_module
 from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.engine.weights import weights_fingerprint
-from specgen.train.corpus import NOT_HELD_OUT, Corpus, Part
+from specgen.train.corpus import NOT_HELD_OUT, Corpus, Use
 from specgen.train.loop import (
     IGNORED,
     MAX_LOGITS,
@@ -203,12 +203,12 @@ class DraftObjective(Objective):
                 if time.monotonic() > end:
                     break
                 self.task.stop_if_requested()
-                ids = corpus.sample(rng, length, parts=NOT_HELD_OUT)
-                read = Text(ids, len(ids), False, Part.TRAIN)
+                ids = corpus.sample(rng, length, uses=NOT_HELD_OUT)
+                read = Text(ids, len(ids), False, Use.TRAIN)
                 predictions.append(predicted(self.target, read))
         self.target.model.free_weights()
-        taught = [text for text in predictions if text.text.part == Part.TRAIN]
-        self._held_out = [text for text in predictions if text.text.part == Part.HELD_OUT]
+        taught = [text for text in predictions if text.text.use == Use.TRAIN]
+        self._held_out = [text for text in predictions if text.text.use == Use.HELD_OUT]
         self.batches = DraftBatches(
             self.task, taught, self.draft.translation, self.draft.context_limit
         )

@@ -43,7 +43,7 @@ from specgen.engine.parts.trained_part import (
     under,
 )
 from specgen.engine.weights import weights_fingerprint
-from specgen.train.corpus import Part
+from specgen.train.corpus import Use
 from specgen.train.loop import (
     IGNORED,
     Labels,
@@ -80,7 +80,7 @@ class ExitObjective(Objective):
     trained; `start` frees those of its later layers.
     """
 
-    parts = tuple(Part)
+    uses = tuple(Use)
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class ExitObjective(Objective):
         # texts that no exit layer is trained on
         self._predicted = list[PredictedText]()
         tokens = 0
-        for text in (text for text in texts if text.part != Part.TRAIN):
+        for text in (text for text in texts if text.use != Use.TRAIN):
             self.task.stop_if_requested()
             self._predicted.append(
                 predicted(self.target, text, keep_hidden=tokens < wanted_for_predictor(self.target))
             )
             tokens += len(text.ids)
-        batches = self.begin(self.initial_weights(), texts, (Part.TRAIN,))
+        batches = self.begin(self.initial_weights(), texts, (Use.TRAIN,))
         self.parameters["head.weight"].requires_grad_(self.own_head)
         self.model.free_weights(self.after)
         return batches
@@ -204,7 +204,7 @@ class PredictorObjective(ExitObjective):
     it has one.
     """
 
-    parts = (Part.PREDICTOR, Part.HELD_OUT)
+    uses = (Use.PREDICTOR, Use.HELD_OUT)
 
     def __init__(self, task: TrainingTask, target: LoadedModel, path: Path) -> None:
         self._part = open_part(path, target, is_exit=True)
@@ -242,7 +242,7 @@ def train_predictor(
     """Trains a predictor of whether the target accepts a token that the exit layer drafts. Returns
     it and its measurements.
 
-    It is trained on the texts for the predictor (`Part`) and measured on the held-out ones; texts
+    It is trained on the texts for the predictor (`Use`) and measured on the held-out ones; texts
     whose `hidden` is None are left out. `exit_outputs` computes the exit layer's logits and hidden
     states for a text. The measurements are those of `measure`, empty if no text is held out. The
     predictor is None if there is no text to train on. Its weights are rounded as in its file.
@@ -253,7 +253,7 @@ def train_predictor(
     """
     rng = Random(f"rounds {seed}")
     train, held_out = (
-        _examples(exit_outputs, texts, part, rng) for part in (Part.PREDICTOR, Part.HELD_OUT)
+        _examples(exit_outputs, texts, use, rng) for use in (Use.PREDICTOR, Use.HELD_OUT)
     )
     if train is None:
         return None, {}
@@ -321,12 +321,12 @@ class _Examples:
 
 
 def _examples(
-    exit_outputs: ExitOutputs, texts: Sequence[PredictedText], part: Part, rng: Random
+    exit_outputs: ExitOutputs, texts: Sequence[PredictedText], use: Use, rng: Random
 ) -> _Examples | None:
     used = [
         prediction
         for prediction in texts
-        if prediction.text.part == part and prediction.hidden is not None
+        if prediction.text.use == use and prediction.hidden is not None
     ]
     top1s = list[list[int]]()
     agreed = list[Tensor]()

@@ -28,7 +28,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file
 from specgen.engine.forward_pass import BatchPass
 from specgen.engine.loaded_model import LoadedModel
-from specgen.train.corpus import Part
+from specgen.train.corpus import Use
 from specgen.train.task import TrainingStopped, TrainingTask
 from specgen.train.texts import Text, TextGeneration
 
@@ -105,7 +105,7 @@ class TrainingBatches:
     """Makes the training batch of each step from corpus text and from the texts `taught`, in the
     proportion of the recipe.
 
-    Of the corpus, documents whose use (`Part`) is in `parts` are trained on. `window` is the number
+    Of the corpus, documents whose use (`Use`) is in `uses` are trained on. `window` is the number
     of tokens in a sequence (None: the recipe's).
     """
 
@@ -113,12 +113,12 @@ class TrainingBatches:
         self,
         task: TrainingTask,
         taught: Sequence[Taught],
-        parts: Collection[Part],
+        uses: Collection[Use],
         window: int | None = None,
     ) -> None:
         self._corpus = task.corpus
         self._taught = taught
-        self._parts = parts
+        self._uses = uses
         recipe = task.recipe
         self.window = window or recipe.window
         self._seed = recipe.seed
@@ -132,7 +132,7 @@ class TrainingBatches:
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
         assert self._corpus is not None
-        ids = self._corpus.sample(rng, max_tokens, parts=self._parts)
+        ids = self._corpus.sample(rng, max_tokens, uses=self._uses)
         return ids, [IGNORED] * len(ids)
 
     def _sample_taught(self, rng: Random, max_tokens: int) -> Taught:
@@ -144,7 +144,7 @@ class Objective(ABC):
     """What is trained for `target`: what it computes in training, its loss, its measurements and
     its files.
 
-    `parts` are the uses of text (`Part`) for which it needs text. `parameters` are the weights to
+    `uses` are the uses of text (`Use`) for which it needs text. `parameters` are the weights to
     train, by name, float32; those that need no gradients are not trained. The loss is computed for
     `rows` predicted tokens at a time, to limit the memory for logits over `vocabulary` tokens on
     `device`. Matrix products use float32 if `dtype`, the target's, is float32, otherwise bfloat16.
@@ -152,7 +152,7 @@ class Objective(ABC):
     depend on seeds alone.
     """
 
-    parts: ClassVar[Sequence[Part]] = (Part.TRAIN, Part.HELD_OUT)
+    uses: ClassVar[Sequence[Use]] = (Use.TRAIN, Use.HELD_OUT)
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
@@ -169,17 +169,15 @@ class Objective(ABC):
         self.settings: dict[str, Any] = {}
 
     def begin(
-        self, weights: Mapping[str, Tensor], texts: Sequence[Text], parts: Collection[Part]
+        self, weights: Mapping[str, Tensor], texts: Sequence[Text], uses: Collection[Use]
     ) -> TrainingBatches:
         """Makes `parameters` of `weights`, and returns batches of the training texts among `texts`
-        and of corpus documents whose use (`Part`) is in `parts`."""
+        and of corpus documents whose use (`Use`) is in `uses`."""
         self.parameters = {
             name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()
         }
-        taught = [
-            (text.ids, [IGNORED] * len(text.ids)) for text in texts if text.part == Part.TRAIN
-        ]
-        return TrainingBatches(self.task, taught, parts)
+        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.use == Use.TRAIN]
+        return TrainingBatches(self.task, taught, uses)
 
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
@@ -233,7 +231,7 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     """
     task = objective.task
     task.begin(objective.target, objective.settings)
-    generation = TextGeneration(objective.target, task, objective.parts)
+    generation = TextGeneration(objective.target, task, objective.uses)
     texts = generation.run()
     start = time.monotonic()
     figures = dict[str, Any]()
@@ -466,7 +464,7 @@ def held_out_agreement(
     agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
     tables: list[Tensor] = []
     own = [
-        text for text in texts if text.part == Part.HELD_OUT and text.prompt_length < len(text.ids)
+        text for text in texts if text.use == Use.HELD_OUT and text.prompt_length < len(text.ids)
     ]
     for name, is_greedy in (("greedy", True), ("sampled", False)):
         ranks = [ranks_of(text).cpu() for text in own if text.greedy == is_greedy]

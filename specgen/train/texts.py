@@ -24,7 +24,7 @@ from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory, inference
 from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.loaded_model import LoadedModel
-from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Part
+from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Use
 from specgen.train.task import TrainingTask
 
 TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
@@ -49,13 +49,13 @@ class Text(NamedTuple):
     corpus text all is prompt.
 
     `greedy` tells whether the target chose its tokens greedily; it is False for sampled text and
-    for corpus text. `part` says what the text is used for.
+    for corpus text. `use` says what the text is used for.
     """
 
     ids: list[int]
     prompt_length: int
     greedy: bool
-    part: Part
+    use: Use
 
 
 class PredictedText(NamedTuple):
@@ -108,10 +108,10 @@ class TextGeneration:
     """Generates and stores the training text of a task. Batches that an interrupted process has
     stored are reused.
 
-    Batches of greedy and of sampled text alternate. `parts` are the uses (`Part`) for which text is
+    Batches of greedy and of sampled text alternate. `uses` are the uses (`Use`) for which text is
     wanted. `CYCLE` assigns a use to each text, and its prompt comes from documents or prompts with
-    the same use (see `_sources`). A text gets the first of `parts` instead if its use is not in
-    `parts`, if it is for a predictor that has enough text already (`wanted_for_predictor`), or if
+    the same use (see `_sources`). A text gets the first of `uses` instead if its use is not in
+    `uses`, if it is for a predictor that has enough text already (`wanted_for_predictor`), or if
     the prompts are not split (`Corpus.is_split`). If only a predictor is trained, generation ends
     once it has enough text.
 
@@ -120,12 +120,12 @@ class TextGeneration:
     which stays the same for an interrupted process.
     """
 
-    def __init__(self, target: LoadedModel, task: TrainingTask, parts: Sequence[Part]) -> None:
+    def __init__(self, target: LoadedModel, task: TrainingTask, uses: Sequence[Use]) -> None:
         self._target = target
         self._task = task
         recipe = task.recipe
-        self._parts = parts
-        self._only_predictor = Part.TRAIN not in parts
+        self._uses = uses
+        self._only_predictor = Use.TRAIN not in uses
         self._max_tokens = min(recipe.window, target.context_limit)
         self.texts = list[Text]()
         self._number = 0
@@ -135,7 +135,7 @@ class TextGeneration:
         source = task.prompts or task.corpus
         self._is_split = source is not None and source.is_split
         self._given = (
-            {part: task.prompts.different(self._sources(part)) for part in Part}
+            {use: task.prompts.different(self._sources(use)) for use in Use}
             if task.prompts
             else None
         )
@@ -195,20 +195,20 @@ class TextGeneration:
     def _predictor_share(self) -> float:
         """The number of tokens that the predictor can use, as a share of what it needs."""
         return sum(
-            len(text.ids) for text in self.texts if text.part != Part.TRAIN
+            len(text.ids) for text in self.texts if text.use != Use.TRAIN
         ) / wanted_for_predictor(self._target)
 
-    def _sources(self, part: Part) -> tuple[Part, ...]:
-        """Returns the uses of documents and prompts with which texts for the use `part` may begin.
+    def _sources(self, use: Use) -> tuple[Use, ...]:
+        """Returns the uses of documents and prompts with which texts for the use `use` may begin.
 
         If no predictor is trained, texts for training may begin with documents that are reserved
         for it.
         """
-        return NOT_HELD_OUT if part == Part.TRAIN and Part.PREDICTOR not in self._parts else (part,)
+        return NOT_HELD_OUT if use == Use.TRAIN and Use.PREDICTOR not in self._uses else (use,)
 
     def _batch(self, start: float) -> list[Text]:
         seed = self._task.recipe.seed * 1_000_003 + self._number
-        greedy, prompts, parts = self._prompts(seed, self._number % 2 == 0)
+        greedy, prompts, uses = self._prompts(seed, self._number % 2 == 0)
         # half is for the first sampled batch
         deadline = start + (self._limit - self.seconds) / (2 if self._number == 0 else 1)
 
@@ -227,44 +227,44 @@ class TextGeneration:
             on_progress=on_progress,
         )
         return [
-            Text(ids, len(prompt), greedy, part)
-            for ids, prompt, part in zip(made, prompts, parts, strict=True)
+            Text(ids, len(prompt), greedy, use)
+            for ids, prompt, use in zip(made, prompts, uses, strict=True)
         ]
 
-    def _prompts(self, seed: int, greedy: bool) -> tuple[bool, list[list[int]], list[Part]]:
+    def _prompts(self, seed: int, greedy: bool) -> tuple[bool, list[list[int]], list[Use]]:
         """Returns whether the batch is generated greedily, its prompts (token ids), and the use
-        (`Part`) of each text.
+        (`Use`) of each text.
 
         Once all of the user's prompts have been used, they are used again, but only for sampled
         text: greedy text would be the same as before. So a batch that should be greedy is sampled
         if no unused prompts are left.
         """
-        used = Counter(text.part for text in self.texts if text.greedy == greedy)
+        used = Counter(text.use for text in self.texts if text.greedy == greedy)
         wanted = [
-            self._part_of(index) for index in range(used.total(), used.total() + self._at_once)
+            self._use_of(index) for index in range(used.total(), used.total() + self._at_once)
         ]
         if self._given is None:
             return greedy, self._beginnings(wanted, seed), wanted
         longest = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
         prompts = []
-        parts = []
-        for part in wanted:
-            given = self._given[part]
-            index = used[part]
+        uses = []
+        for use in wanted:
+            given = self._given[use]
+            index = used[use]
             if not greedy or index < len(given):
                 prompts.append(list(given[index % len(given)])[-longest:])
-                parts.append(part)
-                used[part] += 1
-        return (greedy, prompts, parts) if prompts else self._prompts(seed, False)
+                uses.append(use)
+                used[use] += 1
+        return (greedy, prompts, uses) if prompts else self._prompts(seed, False)
 
-    def _part_of(self, index: int) -> Part:
+    def _use_of(self, index: int) -> Use:
         """Returns what text number `index` of the greedy or of the sampled texts is used for."""
-        part = CYCLE[index % len(CYCLE)]
-        is_needed = part in self._parts and (part != Part.PREDICTOR or self._predictor_share < 1)
-        return part if self._is_split and is_needed else self._parts[0]
+        use = CYCLE[index % len(CYCLE)]
+        is_needed = use in self._uses and (use != Use.PREDICTOR or self._predictor_share < 1)
+        return use if self._is_split and is_needed else self._uses[0]
 
-    def _beginnings(self, parts: Sequence[Part], seed: int) -> list[list[int]]:
-        """Returns a prompt (token ids) from the corpus for each use in `parts`, mostly the
+    def _beginnings(self, uses: Sequence[Use], seed: int) -> list[list[int]]:
+        """Returns a prompt (token ids) from the corpus for each use in `uses`, mostly the
         beginning of a document.
 
         All have the same length, drawn from 4 tokens to a quarter of the longest text, unless few
@@ -275,10 +275,10 @@ class TextGeneration:
         assert corpus is not None
         size = rng.randint(4, max(4, self._max_tokens // 4))
         prompts = list[list[int]]()
-        for part in parts:
+        for use in uses:
             for _ in range(_PROMPT_TRIES):
                 ids = corpus.sample(
-                    rng, size, from_start=rng.random() < 0.8, parts=self._sources(part)
+                    rng, size, from_start=rng.random() < 0.8, uses=self._sources(use)
                 )
                 if len(ids) == size:
                     break
@@ -297,8 +297,8 @@ class TextGeneration:
                 self.seconds = float(content["seconds"])
                 self._at_once = int(content["at_once"])
                 self.texts += [
-                    Text(ids, length, greedy, Part(part))
-                    for ids, length, greedy, part in content["texts"]
+                    Text(ids, length, greedy, Use(use))
+                    for ids, length, greedy, use in content["texts"]
                 ]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise SpecgenError(
@@ -310,8 +310,8 @@ class TextGeneration:
 def largest_batch(target: LoadedModel, max_tokens: int) -> int:
     """Returns how many texts of `max_tokens` tokens to generate at once.
 
-    The result is a power of two from 2 to MAX_BATCH: the largest for which the KV cache takes at
-    most half of the free memory.
+    The result is a power of two from 2 to `MAX_BATCH`: the largest for which the KV cache takes at
+    most half of the free memory; `MAX_BATCH` if the system does not say how much is free.
     """
     free = free_memory(target.device)
     if free is None:

@@ -100,9 +100,10 @@ def probe(pair: Pair, request: TuningRequest) -> PlainSpeed:
 
 
 class RealRuns:
-    """Real runs of methods with one pair, of which each has the request's number of new tokens.
+    """Runs methods with one pair; each run has as many new tokens as the request says.
 
-    `failures` has the error of each method that could not run, by the method as written.
+    `failures` has the error of each method that could not run, by the method with its settings as
+    the user writes them (`Candidate.written`).
     """
 
     def __init__(

@@ -147,7 +147,7 @@ class AnswerView:
             self.show([Piece("\n", drafted=False)])
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A piece of a round's line: drafted tokens of the same status (such as accepted), the target's
     own token, or a mark like ✗.
 
@@ -158,7 +158,7 @@ class Part(NamedTuple):
     kind: str
 
 
-def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+def segments(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Segment]:
     """Returns the pieces of a round's line: the drafted tokens, then the token that the target
     chose. `shown` returns the text of token ids on one line.
 
@@ -170,9 +170,9 @@ def parts(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
     token = round_.verdict.token
     source = round_.verdict.source
     if source is not None:
-        line += [Part(" ", "space"), Part(_MARKS[source], "mark")]
+        line += [Segment(" ", "space"), Segment(_MARKS[source], "mark")]
     if token is not None:
-        line.append(Part(shown([token]), "own"))
+        line.append(Segment(shown([token]), "own"))
     if line:
         line[0] = line[0]._replace(text=line[0].text.removeprefix(" "))
     return line
@@ -186,19 +186,19 @@ def reason(round_: Round, prompt_length: int) -> str:
     return round_.draft.stop_reason or ""
 
 
-def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
-    line: list[Part] = []
+def _chain(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Segment]:
+    line: list[Segment] = []
     statuses = zip(round_.draft.tokens, round_.statuses, strict=True)
     for status, group in groupby(statuses, key=itemgetter(1)):
         text = shown([token for token, _ in group])
         if status is TokenStatus.REJECTED:
-            line += [Part(" " * (text[:1] == " "), "space"), Part("✗", "cross")]
+            line += [Segment(" " * (text[:1] == " "), "space"), Segment("✗", "cross")]
             text = text.removeprefix(" ")
-        line.append(Part(text, status.value))
+        line.append(Segment(text, status.value))
     return line
 
 
-def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
+def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Segment]:
     draft = round_.draft
     ranks = Counter[int]()
     line = []
@@ -208,15 +208,19 @@ def _tree(round_: Round, shown: Callable[[Sequence[int]], str]) -> list[Part]:
         ranks[parent] += 1  # its rank among its siblings
         if status is TokenStatus.ACCEPTED:
             rank = str(ranks[parent]).translate(_SUPERSCRIPTS) if ranks[parent] > 1 else ""
-            line.append(Part(shown([token]) + rank, "accepted"))
+            line.append(Segment(shown([token]) + rank, "accepted"))
         elif status is TokenStatus.REJECTED:
             rejected.append(shown([token]).removeprefix(" "))
         else:
             discarded += 1
     if rejected:
-        line += [Part(" ", "space"), Part("✗", "cross"), Part("|".join(rejected), "rejected")]
+        line += [
+            Segment(" ", "space"),
+            Segment("✗", "cross"),
+            Segment("|".join(rejected), "rejected"),
+        ]
     if discarded:
-        line += [Part(" ", "space"), Part(f"+{discarded}", "discarded")]
+        line += [Segment(" ", "space"), Segment(f"+{discarded}", "discarded")]
     return line
 
 
@@ -277,7 +281,7 @@ class RoundsView:
         drafted = len(round_.draft.tokens)
         accepted = f"{len(round_.verdict.path)}/{drafted}" if drafted else ""
         text = Text().join(
-            Text(part.text, _STYLES[part.kind]) for part in parts(round_, self._shown)
+            Text(segment.text, _STYLES[segment.kind]) for segment in segments(round_, self._shown)
         )
         why = one_line_text(Text(reason(round_, self._prompt_length), "quiet"))
         width = min(self._console.width, PIPED_WIDTH)  # the reason stays near the text

@@ -30,7 +30,7 @@ from specgen.view.comparison_columns import (
     settings_text,
     shown_columns,
 )
-from specgen.view.generation import MODES, parts, reason
+from specgen.view.generation import MODES, reason, segments
 from specgen.view.trace_report import (
     COLUMNS,
     ENDED,
@@ -369,7 +369,7 @@ def _rounds(run: TracedRun) -> Iterator[dict[str, Any]]:
         round_ = traced.round
         drafted = len(traced.round.draft.tokens)
         mode = f"{MODES[round_.mode]}, " if round_.mode in MODES else ""  # PEARL's
-        pieces = parts(round_, lambda ids: inline("".join(texts[token] for token in ids)))
+        pieces = segments(round_, lambda ids: inline("".join(texts[token] for token in ids)))
         yield {
             "index": round_.index,
             "kept": f"{len(round_.verdict.path)}/{drafted}" if drafted else "",

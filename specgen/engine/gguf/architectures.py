@@ -130,7 +130,8 @@ class Architecture:
     is_partial: bool = False
 
     def model_name(self, stored: str) -> str | None:
-        """Returns the model's name for a tensor, such as `attn_q.weight`; None if it is unknown."""
+        """Returns the native decoder's name for a stored tensor of a layer, such as
+        `attn_q.weight`, or of the rest of the model; None if it is unknown."""
         names = {**_NAMES, **self.names}
         if stored in names:
             return names[stored]

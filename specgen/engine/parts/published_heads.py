@@ -91,8 +91,8 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class HeadFields(BaseModel):
-    """The fields of a head's config.json that are read by name; None: missing. The other fields are
-    ignored or checked elsewhere."""
+    """The fields of a head's config.json that are read by name. One that is missing has its default
+    here, or is None. The other fields are ignored or checked elsewhere."""
 
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
