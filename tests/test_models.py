@@ -4,6 +4,7 @@ that streams."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 import specgen
+from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
@@ -141,6 +143,30 @@ def test_cuda_gives_the_same_tokens_as_transformers_there(method: str) -> None:
         pair.generate(ids, method, SamplingParams(max_new_tokens=40)).token_ids
         == output[0, len(ids) :].tolist()
     )
+
+
+def test_the_users_repetition_penalty_changes_outputs_and_no_likelihood(
+    pair_of: Callable[..., Pair],
+) -> None:
+    plain_pair = pair_of("llama", "near")
+    prompt, answer = [1, 5, 6, 5], [6, 5, 6, 5]
+    with specgen.load(
+        str(plain_pair.target.folder), device="cpu", dtype="float32", repetition_penalty=1.7
+    ) as pair:
+        found = pair.generate(prompt, "ar", SamplingParams(max_new_tokens=12, ignore_eos=True))
+        likelihood = pair.log_likelihood(prompt, answer)
+    model = AutoModelForCausalLM.from_pretrained(plain_pair.target.folder, dtype=torch.float32)
+    assert found.token_ids == plain(model, prompt, 12, repetition_penalty=1.7, eos_token_id=-1)
+    assert found.token_ids != plain(model, prompt, 12, eos_token_id=-1)
+    assert likelihood == pytest.approx(plain_pair.log_likelihood(prompt, answer), abs=1e-4)
+
+
+def test_quantised_text_parts_do_not_run_natively(tmp_path: Path) -> None:
+    config = json.loads((demo.folder("target") / "config.json").read_text(encoding="utf-8"))
+    config["text_config"] = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(SpecgenError, match="does not run it: its weights are quantised with fp8"):
+        describe(tmp_path, ModelSource("it", backend="native"))
 
 
 FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
