@@ -217,8 +217,8 @@ def test_the_exits_depth_is_the_papers() -> None:
 def test_the_part_trained_here_is_found_without_being_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Under the target's name, else the same weights under another name, else the bundled one;
-    nothing for other weights."""
+    """Under the target's name, else the same weights under another name, else the bundled one or
+    one beside the models; nothing for other weights."""
     monkeypatch.setattr(demo, "_PACKAGE", tmp_path / "package")
     target = opened(folder / "target")
     own = weights_fingerprint(target.folder)
@@ -231,8 +231,13 @@ def test_the_part_trained_here_is_found_without_being_named(
         save_head(where, weights, describe_head("medusa", target, {}, {}))
         return where
 
-    def found(*, is_bundled: bool = True) -> Path | None:
-        part = PartStore(target, is_bundled=is_bundled).find(kind)
+    beside = keep(tmp_path / "beside")
+
+    def found(*, is_bundled: bool = True, has_beside: bool = False) -> Path | None:
+        store = PartStore(target, is_bundled=is_bundled)
+        if has_beside:
+            store.beside[kind] = beside
+        part = store.find(kind)
         return None if part is None else part.path
 
     def kept(name: str, fingerprint: str = own) -> Path:
@@ -242,8 +247,9 @@ def test_the_part_trained_here_is_found_without_being_named(
     assert found() is None
     bundled = keep(demo.exit_folder() if kind == "exit" else demo.head_folder(kind))
     assert (found(), found(is_bundled=False)) == (bundled, None)
+    assert found(is_bundled=False, has_beside=True) == beside
     other = keep(kept("another/name"))
-    assert found() == other
+    assert found() == found(has_beside=True) == other
     mine = keep(kept(target.name))
     assert found() == mine
     store = PartStore(target)
