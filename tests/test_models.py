@@ -149,15 +149,18 @@ def test_the_users_repetition_penalty_changes_outputs_and_no_likelihood(
     pair_of: Callable[..., Pair],
 ) -> None:
     plain_pair = pair_of("llama", "near")
+    folder = str(plain_pair.target.folder)
     prompt, answer = [1, 5, 6, 5], [6, 5, 6, 5]
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with specgen.load(
-        str(plain_pair.target.folder), device="cpu", dtype="float32", repetition_penalty=1.7
+        folder, folder, device="cpu", dtype="float32", repetition_penalty=1.7
     ) as pair:
-        found = pair.generate(prompt, "ar", SamplingParams(max_new_tokens=12, ignore_eos=True))
+        found = pair.generate(prompt, "sd", sampling)
         likelihood = pair.log_likelihood(prompt, answer)
     model = AutoModelForCausalLM.from_pretrained(plain_pair.target.folder, dtype=torch.float32)
     assert found.token_ids == plain(model, prompt, 12, repetition_penalty=1.7, eos_token_id=-1)
     assert found.token_ids != plain(model, prompt, 12, eos_token_id=-1)
+    assert found.summary["acceptance_rate"] == 1, "the draft has the penalty, too"
     assert likelihood == pytest.approx(plain_pair.log_likelihood(prompt, answer), abs=1e-4)
 
 
