@@ -176,7 +176,7 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(
 def test_agreement_is_that_of_the_restricted_draft(
     folders: tuple[Path, Path], target: LoadedModel, translation: Translation, texts: list[Text]
 ) -> None:
-    text = texts[0]._replace(part=Use.HELD_OUT)
+    text = texts[0]._replace(use=Use.HELD_OUT)
     objective = started(folders, [text, *texts[1:]])
     logits = 4 * torch.randn(200, VOCABULARY, generator=torch.Generator().manual_seed(3))
     objective.next_logits = lambda ids: logits[: len(ids)]  # type: ignore[method-assign]

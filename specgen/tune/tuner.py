@@ -602,12 +602,11 @@ class Tuner:
         return best
 
     def confirm(self, pair: Pair, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Really runs plain decoding and as many of the most promising candidates as the time
-        allows.
+        """Runs plain decoding and as many of the most promising candidates as the time allows.
 
-        Returns one candidate for each method, of the given ones and those that ran before: the
-        given one, or the one that ran before if it is the fastest of all that ran. Those that ran
-        with this pair have measured speeds.
+        Returns one candidate for each method: the given one, unless another of the method ran
+        before and is the fastest of all that ran. Those that ran with this pair have measured
+        speeds.
         """
         runs = self._runs_with(pair)
         tried = {

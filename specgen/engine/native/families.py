@@ -621,6 +621,7 @@ FAMILIES = {
 
 
 def tensor_names(model_type: str) -> Mapping[str, str]:
-    """Returns `Family.names`; of a family that is not there, no names."""
+    """Returns what the files of a family of models call otherwise than a Llama's (`Family.names`);
+    empty for a family that the native decoder does not have."""
     family = FAMILIES.get(model_type)
     return {} if family is None else family.names
