@@ -342,6 +342,12 @@ def test_a_seeded_run_searches_for_no_layers(near: Pair, monkeypatch: pytest.Mon
     assert run.settings.values["skip"] == usual_skips(near.target)
 
 
+def test_each_run_skips_the_layers_that_it_names(near: Pair) -> None:
+    first = near.models.without_layers("1").draft
+    assert near.models.without_layers("1").draft is first
+    assert near.models.without_layers("0").draft is not first
+
+
 def test_the_speed_of_skips_is_without_the_prompts_pass(
     near: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,18 @@ def test_quantised_text_parts_do_not_run_natively(tmp_path: Path) -> None:
         describe(tmp_path, ModelSource("it", backend="native"))
 
 
+def test_a_pass_of_a_mixture_reads_the_chosen_experts_and_none_is_rounded(
+    pair_of: Callable[..., Pair],
+) -> None:
+    files = pair_of("qwen3_moe", "near").target.files
+    count, chosen = files.experts or (0, 0)
+    assert 0 < chosen < count
+    experts = sum(size for name, size in files.parameters.items() if ".experts." in name)
+    others = sum(files.parameters.values()) - experts
+    assert files.active_parameters == others + experts * chosen // count
+    assert files.rounding_refusal == f"{files.name} is a mixture of experts"
+
+
 FORBIDDEN = [5, VOCAB - 1, VOCAB - 2]
 
 
