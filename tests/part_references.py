@@ -164,7 +164,7 @@ class Part:
     layers, for `mtp-...` the target's own drafting `layers`.
 
     `changes` are made to the target's config (None: those that give it four layers). `row` computes
-    the part's logits as the paper defines them.
+    the part's logits as the paper defines them; what was computed once is kept.
     """
 
     def __init__(
@@ -176,6 +176,8 @@ class Part:
         penalties: Callable[[], PenaltyProcessor | None] = lambda: None,
         **sizes: Any,
     ) -> None:
+        self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self._states: dict[tuple[int, ...], Any] = {}
         if layout.startswith("mtp-"):
             self.kind = "mtp"
             self.layout = layout.removeprefix("mtp-")
@@ -218,10 +220,16 @@ class Part:
     def row(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
         """The part's logits [vocabulary] after the context `ids` and the drafted tokens `path`,
         without any cache."""
+        key = tuple(ids), tuple(path)
+        if key not in self._rows:
+            self._rows[key] = self._row(list(ids), list(path))
+        return self._rows[key]
+
+    def _row(self, ids: list[int], path: list[int]) -> Tensor:
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
         rows = {"medusa": medusa, "eagle": eagle, "glide": glide, "block": block, "mtp": mtp}
-        found: Tensor = rows[self.kind](self, list(ids), list(path))
+        found: Tensor = rows[self.kind](self, ids, path)
         return found
 
     def embedded(self, ids: Sequence[int]) -> Tensor:
@@ -242,6 +250,13 @@ class Part:
     def states(self, ids: Sequence[int]) -> Any:
         """The target's hidden states, each [1, n, width], numbered as in transformers: i is the
         input of layer i."""
+        key = tuple(ids)
+        if key not in self._states:
+            self._states[key] = self.computed_states(ids)
+        return self._states[key]
+
+    def computed_states(self, ids: Sequence[int]) -> Any:
+        """`states`, computed anew."""
         return self.module(
             torch.tensor([list(ids)]), use_cache=False, output_hidden_states=True
         ).hidden_states
@@ -324,7 +339,7 @@ def mtp(part: Part, ids: list[int], path: list[int]) -> Tensor:
     layers = part.layers
     before = list[Tensor]()
     with part.module.model.norm.register_forward_pre_hook(lambda _, given: before.append(given[0])):
-        states = part.states(ids[:-1])[-1]
+        states = part.computed_states(ids[:-1])[-1]
     states = before[0] if part.layout == "mimo" else states
     for number in range(len(path) + 1):
         several = layers.num_mtp_layers > 1

@@ -127,9 +127,11 @@ def _main(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     closed: bool,
+    missing: Sequence[str],
 ) -> None:
     from specgen.cli.app import main
 
+    sys.modules |= dict.fromkeys(missing)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     out.close()
@@ -151,10 +153,14 @@ def _main(
 class Forked(_Process):
     """`specgen` with these arguments and this process's environment. Standard input is empty.
     Standard output is a pipe, unless `stdout` is the file for it, or `closed` says that it is
-    closed."""
+    closed. The packages in `missing` cannot be imported."""
 
     def __init__(
-        self, *arguments: str, stdout: IO[bytes] | None = None, closed: bool = False
+        self,
+        *arguments: str,
+        stdout: IO[bytes] | None = None,
+        closed: bool = False,
+        missing: Sequence[str] = (),
     ) -> None:
         self.stdout, out = (
             (None, Connection(os.dup(stdout.fileno()), readable=False))
@@ -162,7 +168,7 @@ class Forked(_Process):
             else _pipe()
         )
         self.stderr, err = _pipe()
-        super().__init__(_main, (out, err), arguments, dict(os.environ), closed)
+        super().__init__(_main, (out, err), arguments, dict(os.environ), closed, missing)
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
         """Wait for the end. Returns all of stdout and stderr, which may each fill a pipe only

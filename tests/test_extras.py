@@ -5,29 +5,24 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from processes import Forked
 
 import specgen
 from specgen import demo
 
 ROOT = Path(specgen.__file__).parents[1]
-START = "import sys\nfor name in sys.argv.pop(1).split(','):\n    sys.modules[name] = None\n"
-START += "from specgen.__main__ import start\nstart()"
 
 
-def line_without(packages: str, *arguments: str) -> str:
-    """The one line with which a command ends where these packages are not installed."""
-    command = [sys.executable, "-c", START, packages, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=300
-    )
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (line,) = done.stderr.splitlines()
+def line_without(package: str, *arguments: str) -> str:
+    """The one line with which a command ends where this package is not installed."""
+    process = Forked(*arguments, missing=[package])
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (2, b""), err
+    (line,) = err.decode().splitlines()
     return line
 
 

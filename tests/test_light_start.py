@@ -44,52 +44,68 @@ TRACE = Path(__file__).parent / "golden" / "trace.jsonl"
 PAIR = ("--target", str(demo.folder("target")), "--draft", str(demo.folder("draft")))
 
 
-def imported(code: str, *arguments: str) -> set[str]:
-    """The modules that a program has imported at its end."""
-    code = (
-        "import atexit, json, sys\natexit.register(lambda: json.dump([*sys.modules], "
-        f"sys.stderr))\n{code}"
-    )
+COMMANDS = """
+import json, sys
+from specgen.cli.app import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["specgen", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, arguments
+    print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+
+def imported(code: str, *arguments: str) -> list[set[str]]:
+    """The modules that a program has imported each time that it lists them, on a line of stderr."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(
         command, check=True, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=120
     )
-    return set(json.loads(done.stderr.splitlines()[-1]))
+    return [set(json.loads(line)) for line in done.stderr.splitlines() if line.startswith("[")]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "unneeded"),
+    "commands",
     [
-        (("--help",), NOT_FOR_HELP),
-        (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY | UNUSED),
+        [
+            (("--help",), NOT_FOR_HELP),
+            (("inspect", "-q", str(TRACE)), {"torch"}),
+        ],
+        [
+            (("generate", "def f(", "-q", "-n", "2", "-m", "eesd"), HEAVY | UNUSED),
+            (("inspect", "-q", *PAIR), HEAVY),
+            (
+                ("compare", "-m", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"),
+                HEAVY,
+            ),
+        ],
         # the folder of its cache
-        (("generate", "def f(", "-q", "-n", "2", *PAIR[:2]), HEAVY - {"huggingface_hub"} | UNUSED),
-        (
-            ("compare", "--methods", "ar,svip", "-q", "--limit", "1", "--repeats", "1", "-n", "2"),
-            HEAVY,
-        ),
-        (("inspect", "-q", *PAIR), HEAVY),
-        (("inspect", "-q", str(TRACE)), {"torch"}),
+        [
+            (
+                ("generate", "def f(", "-q", "-n", "2", *PAIR[:2]),
+                HEAVY - {"huggingface_hub"} | UNUSED,
+            )
+        ],
     ],
-    ids=[
-        "help",
-        "generate",
-        "generate with what is found",
-        "compare",
-        "inspect",
-        "inspect a trace",
-    ],
+    ids=["without torch", "on the pair", "generate with what is found"],
 )
 def test_a_command_imports_no_library_that_it_does_not_need(
-    arguments: tuple[str, ...], unneeded: set[str]
+    commands: list[tuple[tuple[str, ...], set[str]]],
 ) -> None:
-    seen = imported("from specgen.__main__ import start; start()", *arguments)
-    assert seen.isdisjoint(unneeded)
-    assert "torch" in seen | unneeded
+    """Nor do those before it in the same process."""
+    seen = imported(COMMANDS, json.dumps([arguments for arguments, _ in commands]))
+    for modules, (arguments, unneeded) in zip(seen, commands, strict=True):
+        assert modules.isdisjoint(unneeded), arguments
+        assert "torch" in modules | unneeded
 
 
 def test_the_draft_worker_imports_no_more_than_it_needs() -> None:
-    seen = imported("import specgen.workers.server, specgen.engine.native.native_model")
+    (seen,) = imported(
+        "import specgen.workers.server, specgen.engine.native.native_model, json, sys\n"
+        "print(json.dumps([*sys.modules]), file=sys.stderr)"
+    )
     assert "torch" in seen
     assert seen.isdisjoint(HEAVY | IN_WORKER)
 

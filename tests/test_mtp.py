@@ -29,7 +29,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 import specgen
 from specgen.base.types import SamplingParams
 
-COUNT = 40
+COUNT = 24
 COSTS = {"draft_cost": 0.01, "verify_cost": 0.01}
 SETTINGS: list[dict[str, Any]] = [
     *({"k": k} for k in (1, 2, 3, 5)),
@@ -68,7 +68,7 @@ def test_drafts_are_those_of_transformers_in_each_round(
     monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", recorded)
     pair = pair_of_models(loaded, None)
     accepted = set()
-    for seed in range(6):
+    for seed in range(3):
         drafts.clear()
         theirs = plain(module, prompt(seed), COUNT, use_mtp=True, eos_token_id=-1)
         rounds = list(
@@ -106,7 +106,7 @@ def test_greedy_ids_are_the_targets_own(
         accepted += result.summary["accepted"]
         longest = max(len(round_.draft.tokens) for round_ in result.rounds)
         assert longest <= layers or layers == 1 or settings.get("width") or settings.get("cape")
-    assert accepted > 7
+    assert accepted > 4
 
 
 def test_without_a_draft_model_the_default_method_drafts_with_them(tmp_path: Path) -> None:

@@ -27,9 +27,7 @@ needs_int8 = pytest.mark.skipif(
     reason="this torch or this processor has no such products",
 )
 METHODS: list[tuple[str, dict[str, Any]]] = [
-    ("sd", {"k": 5}),
     ("sd", {"k": 3, "width": 3}),
-    ("lookup", {"k": 4}),
     ("lookahead", {}),
     ("selfsd", {"skip": "1"}),
 ]
@@ -78,7 +76,7 @@ def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -
     with specgen.load(device="cpu", dtype="int8") as pair:
         assert pair.draft is not None
         assert pair.draft.dtype_name == "int8"
-        for text in ("def mean(numbers):", "Once upon a time", "User: Where is Oslo?\nAssistant:"):
+        for text in ("def mean(numbers):", "Once upon a time"):
             expected = pair.generate(text, "ar", sampling).token_ids
             for name in ("eagle", "medusa", "eesd", "eesd-tree", "glide", "adaptive"):
                 found = pair.generate(text, name, sampling)

@@ -164,12 +164,12 @@ class Kind(NamedTuple):
 
     make: Callable[[], Made]
     reference: Callable[[], Made] | None = None
-    examples: int = 10
+    examples: int = 7
 
 
 SLIDING = {"sliding_window": 12, "sliding_window_pattern": 2}
 KINDS = {
-    "native": Kind(partial(native, "llama", 0), examples=20),
+    "native": Kind(partial(native, "llama", 0), examples=14),
     "native windows": Kind(partial(native, "gemma3_text", 0)),
     "native caps": Kind(partial(native, "gemma2", 0)),
     "native LongRoPE": Kind(partial(native, "phi3", 0)),
@@ -242,9 +242,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule(
         which=st.tuples(st.integers(0, 1), st.integers(0, 1)),
-        tokens=st.lists(st.integers(3, 39), max_size=7),
-        numbers=st.lists(st.integers(0, 99), min_size=7, max_size=7),
-        is_chain=st.booleans(),
+        drawn=st.integers(0, 2**32),
         begun=st.integers(0, 4),
         line=st.none() | st.integers(1, 300),
         accepted=st.none() | st.integers(0, 99),
@@ -252,25 +250,23 @@ class Calls(RuleBasedStateMachine):
     def call(
         self,
         which: tuple[int, int],
-        tokens: list[int],
-        numbers: list[int],
-        is_chain: bool,
+        drawn: int,
         begun: int,
         line: int | None,
         accepted: int | None,
     ) -> None:
         """A chain or a tree, which may grow in two calls. The first of them may be interrupted at a
         line. Then a path of it may be accepted, with a token after it."""
+        rng = random.Random(drawn)
+        tokens = [rng.randrange(3, 40) for _ in range(rng.randrange(8))]
         at = which[0]
         number = which[1] % len(self.made.runners)
         if len(self.contexts[at]) + len(tokens) > self.made.longest:
             self.contexts[at] = Context(self.contexts[at].ids[:9])
         runner = self.made.runners[number]
         tokens = tokens[: self.made.deepest - 1]
-        parents = [
-            node - 1 if is_chain else drawn % (node + 1) - 1
-            for node, drawn in enumerate(numbers[: len(tokens)])
-        ]
+        is_chain = rng.random() < 0.5
+        parents = [node - 1 if is_chain else rng.randrange(-1, node) for node in range(len(tokens))]
         begun = min(begun, len(tokens))
         context = self.contexts[at]
         if line is not None:
@@ -279,12 +275,12 @@ class Calls(RuleBasedStateMachine):
                     runner.logits(context, tokens[:begun], parents[:begun])
                 except KeyboardInterrupt:
                     begun = 0
-        elif begun and numbers[0] % 4:  # else the logits from there on are asked for at once
+        elif begun and rng.random() < 0.75:  # else the logits from there on are asked for at once
             runner.logits(context, tokens[:begun], parents[:begun])
         found = runner.logits(context, tokens, parents, start=begun).logits
         assert len(found) == len(tokens) + 1 - begun
-        for row, node in zip(found, range(begun - 1, len(tokens)), strict=True):
-            self.check(row, number, context, tokens, parents, node)
+        for row in rng.sample(range(len(found)), min(2, len(found))):
+            self.check(found[row], number, context, tokens, parents, row + begun - 1)
         if accepted is not None:
             path = random_path(random.Random(accepted), parents)
             self.extend(at, [*(tokens[node] for node in path), 3 + accepted % 30])
@@ -319,9 +315,13 @@ class Calls(RuleBasedStateMachine):
         largest = float(expected[expected.isfinite()].abs().max())
         torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
 
-    @rule(at=st.integers(0, 1), tokens=st.lists(st.integers(3, 39), min_size=8, max_size=30))
-    def extend(self, at: int, tokens: list[int]) -> None:
+    @rule(at=st.integers(0, 1), drawn=st.integers(0, 2**32))
+    def extend_far(self, at: int, drawn: int) -> None:
         """Many tokens at once, which are run in several passes."""
+        rng = random.Random(drawn)
+        self.extend(at, [rng.randrange(3, 40) for _ in range(rng.randrange(8, 31))])
+
+    def extend(self, at: int, tokens: list[int]) -> None:
         if len(self.contexts[at]) + len(tokens) > self.made.longest:
             self.contexts[at] = Context([1, 5, *tokens[:2]])
         self.contexts[at].extend(tokens)

@@ -121,7 +121,7 @@ def check(
     assert len(expected[0]) == TOKENS
     for other in ({"temperature": 0.0}, {"temperature": 1.0, "seed": None}):
         weather.change()
-        first.generate(PROMPT[6:], name, sampling, **settings, **other)
+        first.generate(PROMPT[6:], name, sampling, max_new_tokens=5, **settings, **other)
     assert tokens_and_drafts(first, name, sampling, settings) == expected, (
         "after other runs of the pair"
     )

@@ -166,7 +166,7 @@ def test_pearl_that_drafts_nothing_is_left_out(tmp_path: Path, shorter: str) -> 
 def test_tuning_chooses_what_it_measured(near: Pair) -> None:
     """Plain decoding and the default are really run whatever the user named."""
     steps = Mock()
-    found = tune(near, request(250, ["sd", "svip", "lookup"]), steps)
+    found = tune(near, request(140, ["sd", "svip", "lookup"]), steps)
     assert {each.name for each in found.methods} == {"ar", "adaptive", "sd", "svip", "lookup"}
     assert plain_of(found.methods).measured is not None
     assert found.default.measured is not None
@@ -571,7 +571,7 @@ def test_each_method_is_tried_before_further_settings_of_lossless_and_then_of_lo
 
 def test_a_lossy_method_is_tuned_on_request_and_never_chosen(near: Pair) -> None:
     """Its output's perplexity is below the bound, and its speed far above plain decoding's."""
-    task = request(200, ["mtad"], objective=Objective.parse("speed", "1000000%"))
+    task = request(120, ["mtad"], objective=Objective.parse("speed", "1000000%"))
     found = tune(
         near, replace(task, prompts=TEXTS[:2], sampling=replace(GREEDY, temperature=1.0)), Mock()
     )
