@@ -11,7 +11,6 @@ import torch
 
 from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.decoding.run import Run, Schedule, Turns
 from specgen.engine.model_runner import (
     TOKEN_BY_TOKEN,
@@ -108,7 +107,7 @@ class ScriptedKnowledge(DraftingKnowledge):
     """Knows the costs of drafting that the settings give; 0.1 target passes where they give
     none."""
 
-    def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
+    def inputs(self, case: DraftingCase) -> AdaptiveInputs:
         values = case.settings.values
         drafting, verification = (
             0.1 if values[name] == AUTO else float(values[name]) for name in COSTS

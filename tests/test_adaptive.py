@@ -550,11 +550,7 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
         before = timed.rounds
         first.generate(PROMPT, "adaptive", sampling)
         assert timed.rounds > before
-    own = (
-        knowledge(first)
-        .inputs(case_of(first, first.request(PROMPT, "adaptive", seeded)), None)
-        .learned
-    )
+    own = knowledge(first).inputs(case_of(first, first.request(PROMPT, "adaptive", seeded))).learned
     assert not any(own is shared for shared in knowledge(first)._learned.values()), (
         "seeded runs share nothing"
     )
@@ -571,14 +567,12 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
     assert lengths(outputs[0].rounds) == lengths(outputs[1].rounds) == lengths(outputs[2].rounds)
     last = pair_of_models(shared.target, None)
-    assert (
-        knowledge(last).inputs(case_of(last, last.request(PROMPT, "lookup")), None).costs.draft == 0
-    )
+    assert knowledge(last).inputs(case_of(last, last.request(PROMPT, "lookup"))).costs.draft == 0
     again = pair_of_models(shared.target, shared.draft)
-    costs = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive")), None).costs
+    costs = knowledge(again).inputs(case_of(again, again.request(PROMPT, "adaptive"))).costs
     assert costs.draft > 1, "what differs much is stored when the pair is closed"
     given = knowledge(again).inputs(
-        case_of(again, again.request(PROMPT, "adaptive", verify_cost=0.5)), None
+        case_of(again, again.request(PROMPT, "adaptive", verify_cost=0.5))
     )
     assert (given.costs.verify, given.costs.draft) == (0.5, costs.draft)
 

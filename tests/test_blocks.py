@@ -157,7 +157,7 @@ def test_adaptive_counts_one_pass_a_draft_where_this_pass_drafts_a_block(tmp_pat
         sampling = SamplingParams(temperature=1, seed=0)  # costs that nobody measures
         request = pair.request([1, 2], name, sampling, policy="adaptive", **settings)
         case = drafting_case(pair.models, request, method.setup(pair.models, request))
-        return DraftingKnowledge(pair.models).inputs(case, None).costs.start
+        return DraftingKnowledge(pair.models).inputs(case).costs.start
 
     with specgen.load() as pair:
         costs = {name: start_cost(pair, name) for name in ("sd", "block", "medusa", "eagle")}

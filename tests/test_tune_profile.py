@@ -422,7 +422,7 @@ def test_seeded_drafts_follow_from_the_costs_of_the_profile_named_or_found(
 
     def costs(loaded: Pair, *method: str, **settings: Any) -> DraftingCosts:
         request = loaded.request("abcabc", *method, sampling=sampling, **settings)
-        return knowledge(loaded).inputs(case_of(loaded, request), None).costs
+        return knowledge(loaded).inputs(case_of(loaded, request)).costs
 
     with (
         specgen.load(**models) as by_call,

@@ -379,13 +379,13 @@ def make_setup(models: Models, request: Request, runners: Runners) -> Setup:
 
 
 def make_policy(
-    models: Models, request: Request, setup: Setup, parallel_costs: ParallelCosts | None = None
+    models: Models, request: Request, setup: Setup, case: DraftingCase | None = None
 ) -> LengthPolicy:
     """Makes the length policy that the request names; if it names none, a policy that never ends a
     draft.
 
-    `parallel_costs` are the pass times of PEARL, None for other methods and where they were not
-    measured. Raises SpecgenError if the policy needs a predictor of acceptance, and there is none.
+    `case` is what its costs depend on; None: see `drafting_case`. Raises SpecgenError if the policy
+    needs a predictor of acceptance, and there is none.
     """
     policy = request.policy
     if policy is None:
@@ -396,8 +396,8 @@ def make_policy(
 
     arguments: dict[str, Any] = {name: request.settings.values[name] for name in policy.settings}
     if policy.reads_costs:
-        case = drafting_case(models, request, setup)
-        arguments["inputs"] = models.kept(DraftingKnowledge).inputs(case, parallel_costs)
+        case = drafting_case(models, request, setup) if case is None else case
+        arguments["inputs"] = models.kept(DraftingKnowledge).inputs(case)
     elif policy.random:
         arguments["seed"] = derive_seed(setup.seed, "policy")
     construct: Callable[..., LengthPolicy] = policy
@@ -405,12 +405,10 @@ def make_policy(
 
 
 def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCase:
-    """Returns what the costs of the run's drafts depend on, apart from the machine."""
+    """Returns what the costs of the run's drafts depend on, apart from the machine. The drafts are
+    made before the target's passes, with the setup's draft model if it has one."""
     method = request.method
-    has_model = method.is_parallel or setup.draft is not None
-    in_blocks = setup.draft is not None and setup.draft.traits.drafts_blocks
-    if method.is_parallel:  # the worker has the draft's runner
-        in_blocks = models.draft is not None and models.draft.drafts_blocks
+    has_model = setup.draft is not None
     return DraftingCase(
         method=method.name,
         settings=request.settings,
@@ -418,10 +416,9 @@ def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCas
         context_length=request.typical_length,
         cost_kind=method.tuning.cost_kind if has_model else COPYING,
         is_frozen=request.is_repeatable,
-        in_parallel=method.is_parallel,
         has_model=has_model,
         runs_draft_model=method.uses_draft_model,
-        in_blocks=in_blocks,
+        in_blocks=setup.draft is not None and setup.draft.traits.drafts_blocks,
         drafts_trees=method.drafts_trees(request.settings),
         tuned_costs=request.tuned_costs,
     )

@@ -51,11 +51,12 @@ class DraftingCase:
 
     `method` is the method's name, `context_length` the typical length of the context in tokens.
     `cost_kind` is the kind of costs (`Tuning.cost_kind`); `COPYING` where no model drafts. If
-    `is_frozen`, nothing may follow from measured times or from earlier runs. `in_parallel`: drafts
-    are made during the target's passes (PEARL). `has_model`: a model or a part of the target makes
-    at least some of the drafts; otherwise prompt lookup makes all. `runs_draft_model`: the method
-    uses the draft model. `in_blocks`: all tokens of a draft are computed in one pass. `tuned_costs`
-    are those of the profile that chose the method, None if none did.
+    `is_frozen`, nothing may follow from measured times or from earlier runs. `has_model`: a model
+    or a part of the target makes at least some of the drafts; otherwise prompt lookup makes all.
+    `runs_draft_model`: the method uses the draft model. `in_blocks`: all tokens of a draft are
+    computed in one pass. `tuned_costs` are those of the profile that chose the method, None if none
+    did. `in_parallel`: drafts are made during the target's passes; `parallel_costs` are then the
+    times of passes, None where they were not measured.
     """
 
     method: str
@@ -64,12 +65,13 @@ class DraftingCase:
     context_length: int
     cost_kind: str
     is_frozen: bool
-    in_parallel: bool
     has_model: bool
     runs_draft_model: bool
     in_blocks: bool
     drafts_trees: bool
     tuned_costs: Mapping[str, RoundCosts] | None
+    in_parallel: bool = False
+    parallel_costs: ParallelCosts | None = None
 
     @property
     def cost_key(self) -> Key:
@@ -99,9 +101,8 @@ class DraftingKnowledge:
         self._learned: dict[Key, Learned] = {}
         self._timed: dict[Key, LearnedCosts] = {}
 
-    def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
-        """Returns what the run's policy `adaptive` decides by. `parallel_costs` are PEARL's pass
-        times; None for other methods, and where they were not measured.
+    def inputs(self, case: DraftingCase) -> AdaptiveInputs:
+        """Returns what the run's policy `adaptive` decides by.
 
         A frozen case gets the costs of the profile, or else those that follow from sizes, and
         nothing that earlier runs have learned.
@@ -112,10 +113,9 @@ class DraftingKnowledge:
         )
         timed = None
         costs = DraftingCosts(0.0, 0.0)  # where the settings replace them
-        if parallel_costs is not None:
-            verify, verify_start = verifying(
-                parallel_costs.target_passes.at, max(parallel_costs.width, 3)
-            )
+        times = case.parallel_costs
+        if times is not None:
+            verify, verify_start = verifying(times.target_passes.at, max(times.width, 3))
             costs = DraftingCosts(0.0, verify, verify_start=verify_start)
         elif draft_cost is None or verify_cost is None:
             if case.is_frozen:

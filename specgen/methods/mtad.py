@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 
 class MTAD(DraftModelMethod):
+    """A beam search drafts several sequences, which the target verifies as one tree. Accepted is
+    the longest prefix whose joint likelihood under the target, divided by that under the draft
+    model, is above `tau`."""
+
     name = "mtad"
     paper = "MTAD, section 3.2"
     policy = "fixed"

@@ -9,6 +9,7 @@ of the tokens that are being verified: measured with one that was trained for th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
@@ -19,16 +20,18 @@ from specgen.methods.base import (
     DraftModelMethod,
     Loading,
     Tuning,
+    drafting_case,
     make_policy,
     make_run,
     make_setup,
 )
-from specgen.methods.drafting_knowledge import AUTO, draft_cost
+from specgen.methods.drafting_knowledge import AUTO, DraftingCase, draft_cost
 from specgen.methods.pass_times import PassTimes
 
 if TYPE_CHECKING:
     from specgen.base.measuring import PassCheck
     from specgen.base.settings import Settings
+    from specgen.decoding.drafting import Setup
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.run import Run
     from specgen.methods.base import Request
@@ -36,8 +39,13 @@ if TYPE_CHECKING:
 
 
 class Pearl(DraftModelMethod):
-    """The draft model drafts in a worker during the target's passes. `start` measures the times of
-    both models' passes, where the window or the length policy follows from them."""
+    """A worker runs the draft model while the target's pass runs.
+
+    After an accepted draft, the worker drafts on while the target verifies it (`post_verify`).
+    After a rejected one, the target verifies the first token of the new draft while the worker
+    drafts the rest (`pre_verify`). A draft has as many tokens as draft passes fit into a target
+    pass: the `window`, which follows from the passes' measured times.
+    """
 
     name = "pearl"
     paper = "PEARL"
@@ -71,7 +79,7 @@ class Pearl(DraftModelMethod):
 
         # the worker has the draft's runner, and ends the drafts
         setup = make_setup(models, request, models.plain())
-        policy = make_policy(models, request, setup, times)
+        policy = make_policy(models, request, setup, self._case(models, request, setup, times))
         drafter = worker.drafter(policy, setup, window.longest)
 
         costs = None
@@ -104,6 +112,19 @@ class Pearl(DraftModelMethod):
             return None
         return models.kept(PassTimes).costs(
             request.typical_length, request.sampling, record=request.record
+        )
+
+    def _case(
+        self, models: Models, request: Request, setup: Setup, times: ParallelCosts | None
+    ) -> DraftingCase:
+        """Returns what the costs of drafts depend on: the draft model drafts, and in parallel."""
+        return replace(
+            drafting_case(models, request, setup),
+            cost_kind=self.tuning.cost_kind,
+            has_model=True,
+            in_blocks=models.draft is not None and models.draft.drafts_blocks,
+            in_parallel=True,
+            parallel_costs=times,
         )
 
     def _window(

@@ -221,7 +221,7 @@ class SimulatedKnowledge(DraftingKnowledge):
         super().__init__(models)
         self._simulated = models
 
-    def inputs(self, case: DraftingCase, parallel_costs: ParallelCosts | None) -> AdaptiveInputs:
+    def inputs(self, case: DraftingCase) -> AdaptiveInputs:
         learned = self._simulated.run.learned
         assert learned is not None
         return AdaptiveInputs(
