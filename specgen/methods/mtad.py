@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 class MTAD(DraftModelMethod):
-    """A beam search drafts several sequences, which the target verifies as one tree. Accepted is
-    the longest prefix whose joint likelihood under the target, divided by that under the draft
-    model, is above `tau`."""
+    """A beam search with the draft model finds a likely draft, a chain. The target accepts its
+    longest prefix whose joint likelihood, divided by that under the draft model, is above `tau`."""
 
     name = "mtad"
     paper = "MTAD, section 3.2"
