@@ -241,17 +241,11 @@ class Run:
 
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
-        if unverified and verdict.token is None and self.finish_reason is None:
-            reason = f"{draft.stop_reason}, {unverified} ahead"
-            draft = replace(draft.part(0, len(draft.tokens) - unverified), stop_reason=reason)
-        if draft.probs is not None or draft.logits is not None:
-            # so that a stored round keeps no tensors alive
-            draft = replace(draft, probs=None, logits=None)
-
+        are_reported_later = unverified and verdict.token is None and self.finish_reason is None
         round_ = Round(
             self._index,
             mode,
-            draft,
+            _reported(draft, unverified if are_reported_later else 0),
             verdict,
             self.clock.seconds(),
             self.policy.state(),
@@ -280,6 +274,17 @@ class Run:
         elif self.stop_texts is not None and self.stop_texts.completed_by(token):
             self.finish_reason = "stop"
         return self.finish_reason is not None
+
+
+def _reported(draft: Draft, later: int) -> Draft:
+    """Returns what a round reports of its draft: all but the last tokens, of which `later` are
+    reported by the next round, and no tensors, so that a stored round keeps none alive."""
+    if later:
+        reason = f"{draft.stop_reason}, {later} ahead"
+        draft = replace(draft.part(0, len(draft.tokens) - later), stop_reason=reason)
+    if draft.probs is not None or draft.logits is not None:
+        draft = replace(draft, probs=None, logits=None)
+    return draft
 
 
 def _in_turns(rounds: Iterator[Round], lock: Turns) -> Iterator[Round]:

@@ -233,17 +233,8 @@ def describe(folder: Path, source: ModelSource, *, on_mps: bool = False) -> Mode
     elif source.backend != "transformers":
         try:
             architecture = read_architecture(raw)
-            if source.exact and architecture.recurrent is not None:
-                raise SpecgenError(
-                    f"--exact: the bits of {name}, with recurrent layers, depend on the passes",
-                    "Leave it out",
-                )
-            if source.exact and architecture.mixture is not None:
-                problem = (
-                    f"--exact: bits of a mixture of experts such as {name} depend "
-                    "on the tokens that are run together"
-                )
-                raise SpecgenError(problem, "Leave it out")
+            if source.exact:
+                _check_exact(architecture, name)
             return ModelFiles(source, folder, raw, architecture, architecture)
         except UnsupportedConfig as error:
             fallback = str(error)
@@ -262,6 +253,21 @@ def describe(folder: Path, source: ModelSource, *, on_mps: bool = False) -> Mode
     return ModelFiles(
         source, folder, raw, read_shape(config, name), None, config, fallback, quantisation
     )
+
+
+def _check_exact(architecture: Architecture, name: str) -> None:
+    """Raises SpecgenError for an architecture whose bits depend on how tokens are run."""
+    if architecture.recurrent is not None:
+        raise SpecgenError(
+            f"--exact: the bits of {name}, with recurrent layers, depend on the passes",
+            "Leave it out",
+        )
+    if architecture.mixture is not None:
+        problem = (
+            f"--exact: bits of a mixture of experts such as {name} depend "
+            "on the tokens that are run together"
+        )
+        raise SpecgenError(problem, "Leave it out")
 
 
 def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
