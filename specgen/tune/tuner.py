@@ -292,7 +292,7 @@ class Tuner:
         speeds = {
             candidate.name: runs.measured(candidate).speedup or 0.0 for candidate in candidates
         }
-        lossless = [speed for name, speed in speeds.items() if METHODS[name].lossless]
+        lossless = [speeds[candidate.name] for candidate in candidates if candidate.lossless]
         floor = BEHIND * max(1.0, *lossless)
         return [
             candidate
@@ -553,7 +553,8 @@ class Tuner:
         """Returns the best settings of each method that has some. If a lossy one was tried, plain
         decoding gets its perplexity on the prompts with these `numbers`."""
         perplexity = None
-        if any(candidates and not METHODS[name].lossless for name, candidates in tried.items()):
+        every = [candidate for candidates in tried.values() for candidate in candidates]
+        if not all(candidate.lossless for candidate in every):
             perplexity = simulator.run(PLAIN, {}, numbers, perplexity=True).perplexity
         best = []
         for name, candidates in tried.items():
@@ -591,7 +592,7 @@ class Tuner:
                 self.left_out.setdefault(name, TIME_WAS_SHORT)
             return None
         self.left_out.pop(name, None)  # only its trees failed
-        if METHODS[name].lossless:
+        if tried[0].lossless:
             return nearest_to_default(tried)
         best = best_lossy(tried, plain_perplexity or 0.0, self.request.objective)
         if best is None:
