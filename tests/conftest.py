@@ -16,6 +16,8 @@ os.environ["SPECGEN_CACHE"] = tempfile.mkdtemp(prefix="specgen-tests-")
 os.environ["SPECGEN_DATA"] = tempfile.mkdtemp(prefix="specgen-tests-")
 # for the processes that tests start, too: threads of several wait for one another
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# and where there are several, they sleep while they wait: else they keep a whole core busy
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # as what a shell starts in the background has it, and all that this starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -29,12 +31,14 @@ def pytest_collection_finish() -> None:
     second each time for them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs
     none, and so imports no torch."""
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
+        gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
         # else torchao, which they import, prints lines
         import_module("specgen.engine.transformers.quiet")
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")
