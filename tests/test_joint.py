@@ -91,7 +91,7 @@ def test_a_search_that_takes_too_long_and_nan_logits_are_one_line() -> None:
 
 def beams(runner: TableRunner, length: int, eos: Eos) -> Draft:
     setup = Setup(runner, SAMPLING, frozenset(eos), VOCAB, 3)
-    return BeamSearchDrafter(setup, beams=64, beam="greedy").propose(
+    return BeamSearchDrafter(setup, width=64, is_stochastic=False).propose(
         Context(PROMPT), Fixed(length), 10
     )
 

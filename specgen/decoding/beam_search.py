@@ -50,22 +50,22 @@ def likelihood_warping(sampling: SamplingParams) -> SamplingParams:
 
 
 class BeamSearchDrafter(DraftModelUser):
-    """Drafts by beam search with `beams` beams, and proposes the likeliest beam as a chain with its
+    """Drafts by beam search with `width` beams, and proposes the likeliest beam as a chain with its
     joint log-likelihoods.
 
     The beams are paths of one draft tree, so each step is one forward pass. By default a step keeps
-    the likeliest continuations. With `beam` set to `sample`, it draws them among all continuations
-    of all beams, without replacement, in proportion to their joint likelihoods (MTAD, Eq. 2);
-    greedy decoding ignores `beam`. A beam with an end-of-sequence is not extended any more, but
+    the likeliest continuations. If `is_stochastic`, it draws them among all continuations of all
+    beams, without replacement, in proportion to their joint likelihoods (MTAD, Eq. 2); greedy
+    decoding ignores this. A beam with an end-of-sequence is not extended any more, but
     still competes with the other beams. The length policy sees the last token of the likeliest
     unfinished beam; the signal `prob` is this token's factor in the beam's joint likelihood.
     """
 
-    def __init__(self, setup: Setup, *, beams: int, beam: str) -> None:
+    def __init__(self, setup: Setup, *, width: int, is_stochastic: bool) -> None:
         super().__init__(setup)
         self._warping = likelihood_warping(setup.sampling)
-        self._width = beams
-        self._stochastic = beam == "sample" and not setup.sampling.greedy
+        self._width = width
+        self._stochastic = is_stochastic and not setup.sampling.greedy
 
     @inference
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:

@@ -19,7 +19,8 @@ from specgen.methods.base import ADAPTIVE, Choice, Grid, Method
 from specgen.methods.bild import BiLD
 from specgen.methods.block import Block
 from specgen.methods.eagle import Eagle
-from specgen.methods.eesd import EESD, EESDBeta, EESDCali, EESDFixed, EESDTree
+from specgen.methods.eesd import EESD
+from specgen.methods.eesd_older_names import EESDBeta, EESDCali, EESDFixed, EESDTree
 from specgen.methods.fly import FLy
 from specgen.methods.glide import GliDe
 from specgen.methods.joint import Joint

@@ -1,10 +1,15 @@
 """EESD: the target's first layers and a trained exit layer draft, and Thompson sampling ends the
 drafts. Imports no torch.
 
-The exit layer follows the first 5 to 10 % of the target's layers. Draft and target share the
-results of these layers, so that verification runs only the later ones. Sections 3.1 (the exit
-layer), 3.3 (Thompson sampling, in `thompson`), 5.7 (trees); Tables 4 and 5 compare the length
-policies.
+Where the paper's sections are built:
+
+- The exit layer (3.1), after the target's first N layers: `engine.parts.own_layers`. Its runners
+  share the first N layers' results, so that verification runs only the later layers.
+- Self-distillation (3.2): `train.texts` has the target generate the text, `train.exits` trains.
+- Thompson sampling (3.3, Algorithms 1 to 3): `thompson`, its predictor: `engine.parts.own_layers`.
+- Trees (5.7): `decoding.tree`.
+- The ablations (Tables 4 and 5) are other length policies: `policy=beta-ts`, `policy=fixed`, and
+  the switches of `cali-ts`.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from specgen.base.settings import Setting
 from specgen.decoding.policy_base import MODEL_SIGNALS
 from specgen.methods.base import Grid, Loading, PartMethod, Tuning, make_run
 from specgen.methods.model_drafts import CAPE, model_drafter, tree_settings
+from specgen.methods.thompson import BETA_TS_GRID, CALI_TS_GRID
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -30,26 +36,13 @@ _EXIT = {
         "the exit layer's file or folder; auto: --exit-layer, or the one found for the target",
     )
 }
-_CALIBRATED: Grid = {
-    "policy": ("cali-ts",),
-    "sigma_model": (0.1, 0.3, 0.5),
-    "sigma_sample": (1.0, 3.0),
-    "theta0": (0.5, 0.7, 0.9),
-    "max_draft": (3, 5, 8, 40),
-}
-_BETA: Grid = {
-    "policy": ("beta-ts",),
-    "alpha": (1.0, 2.0, 5.0),
-    "beta": (0.5, 1.0, 2.0, 5.0),
-    "max_draft": (4, 8, 40),
-}
-_FIXED: Grid = {"policy": ("fixed",), "k": range(1, 13)}
+_FIXED_GRID: Grid = {"policy": ("fixed",), "k": range(1, 13)}
 _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
 
 
 class EESD(PartMethod):
     """The target's first layers with the exit layer draft chains or trees, until the length policy
-    ends the draft; the target verifies."""
+    ends the draft: Cali-TS if the exit layer has a predictor, else Beta-TS. The target verifies."""
 
     name = "eesd"
     paper = "EESD, with Cali-TS if there is a predictor, else Beta-TS; trees: section 5.7"
@@ -61,7 +54,9 @@ class EESD(PartMethod):
     signals = MODEL_SIGNALS
     settings: ClassVar = tree_settings(1, "auto") | CAPE | _EXIT
     loading: ClassVar = Loading()
-    tuning = Tuning("exit", recorded=True, grids=(_CALIBRATED, _BETA, _FIXED), shapes=(_TREES,))
+    tuning = Tuning(
+        "exit", recorded=True, grids=(CALI_TS_GRID, BETA_TS_GRID, _FIXED_GRID), shapes=(_TREES,)
+    )
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)  # with the predictor, if the exit layer has one
@@ -85,28 +80,3 @@ class EESD(PartMethod):
             "use policy=beta-ts"
         )
         return SpecgenError(f"{self.name} needs a predictor, and the exit layer has none", hint)
-
-
-class EESDCali(EESD):
-    """An older name of `eesd`, as the classes below."""
-
-    name = "eesd-cali"
-    alias_of = "eesd"
-    policy_without_predictor = None
-
-
-class EESDBeta(EESDCali):
-    name = "eesd-beta"
-    policy = "beta-ts"
-
-
-class EESDFixed(EESDCali):
-    name = "eesd-fixed"
-    policy = "fixed"
-
-
-class EESDTree(EESD):
-    name = "eesd-tree"
-    alias_of = "eesd"
-    settings: ClassVar = EESD.settings | tree_settings(3, 5)
-    grows_trees = True

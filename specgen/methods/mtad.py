@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 class MTAD(DraftModelMethod):
     """A beam search with the draft model finds a likely draft, a chain. The target accepts its
-    longest prefix whose joint likelihood, divided by that under the draft model, is above `tau`."""
+    longest prefix whose joint likelihood, divided by that under the draft model, is above `tau`,
+    and chooses one more token.
+
+    Beyond the paper: in greedy decoding (temperature 0) the joint likelihoods are those at
+    temperature 1. At temperature 0 each would be 0 or 1, and only the target's argmax would be
+    accepted.
+    """
 
     name = "mtad"
     paper = "MTAD, section 3.2"
@@ -54,7 +60,7 @@ class MTAD(DraftModelMethod):
         setup = self.setup(models, request)
         values = request.settings.values
         drafter = decoding.BeamSearchDrafter(
-            setup, beams=int(values["beams"]), beam=str(values["beam"])
+            setup, width=int(values["beams"]), is_stochastic=values["beam"] == "sample"
         )
         verifier = decoding.JointLikelihoodVerifier(setup, tau=float(values["tau"]))
         return make_run(models, request, setup, drafter, verifier=verifier)

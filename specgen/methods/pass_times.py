@@ -1,5 +1,5 @@
-"""Measures the times of passes while both models run, from which PEARL's window follows. Imports no
-torch."""
+"""The times of passes while both models run, and what follows from them for a run of PEARL: its
+window, and the costs that its length policy decides by. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen import decoding
@@ -21,15 +21,25 @@ from specgen.base.measuring import (
     undisturbed,
 )
 from specgen.base.types import Context
-from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts
+from specgen.decoding.parallel_costs import (
+    LONGEST_WINDOW,
+    ParallelCosts,
+    Window,
+    usual_window,
+)
 from specgen.decoding.policy_base import LengthPolicy
+from specgen.methods.base import drafting_case
+from specgen.methods.drafting_knowledge import AUTO, DraftingCase, draft_cost
 
 if TYPE_CHECKING:
+    from specgen.base.settings import Settings
     from specgen.base.types import SamplingParams
+    from specgen.decoding.drafting import Setup
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.model_runner import TargetRunner
-    from specgen.models.models import Models
+    from specgen.methods.base import Request
+    from specgen.models.models import Models, Worker
 
 PASSES = "passes"  # the kind of measurements: `ParallelCosts`
 _ROUGH_WIDTH = 8  # tokens of the target passes from which the window is first estimated
@@ -43,9 +53,81 @@ _ROUGH_STEPS = 5
 _SHORTEST = 1e-9  # seconds; the least time of a pass, also where the clock shows none
 
 
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """What a run of PEARL has from the times of passes.
+
+    `costs` are the times, None where nothing in the run follows from them. `window` is the run's
+    window, and `settings` are the request's with the window's size. `check` compares the run's
+    passes with `costs`; None where the window does not follow from them.
+    """
+
+    costs: ParallelCosts | None
+    window: Window
+    settings: Settings
+    check: PassCheck | None
+
+    @classmethod
+    def of(cls, models: Models, request: Request, worker: Worker) -> RunTimes:
+        """Returns what a run of the request has. Measures passes at the first call that needs
+        their times."""
+        costs = _costs_for(models, request)
+        window = _window(models, request, worker, costs)
+        size = window.size
+        check = None
+        if request.settings.values["window"] == AUTO and costs is not None:
+            size = costs.window.size
+            check = models.kept(PassTimes).check(
+                request.typical_length, request.sampling, record=request.record
+            )
+        return cls(costs, window, request.settings.with_value("window", size), check)
+
+    @property
+    def checked_costs(self) -> ParallelCosts | None:
+        """The times that the window follows from; None if it follows from none."""
+        return None if self.check is None else self.costs
+
+    def drafting_case(self, models: Models, request: Request, setup: Setup) -> DraftingCase:
+        """Returns what the costs of the run's drafts depend on: the draft model makes them, during
+        the target's passes."""
+        return replace(
+            drafting_case(models, request, setup),
+            cost_kind=request.method.tuning.cost_kind,
+            has_model=True,
+            in_blocks=models.draft is not None and models.draft.drafts_blocks,
+            in_parallel=True,
+            parallel_costs=self.costs,
+        )
+
+
+def _costs_for(models: Models, request: Request) -> ParallelCosts | None:
+    """Returns the times of passes if the request's window or its length policy follows from them,
+    else None. In a repeatable request nothing does."""
+    values = request.settings.values
+    policy = request.policy
+    reads_costs = policy is not None and policy.reads_costs and values["verify_cost"] == AUTO
+    if request.is_repeatable or not (values["window"] == AUTO or reads_costs):
+        return None
+    return models.kept(PassTimes).costs(
+        request.typical_length, request.sampling, record=request.record
+    )
+
+
+def _window(
+    models: Models, request: Request, worker: Worker, costs: ParallelCosts | None
+) -> Window:
+    """Returns the window that the settings name; if they name none, the one that follows from the
+    times of passes, and without times from the models' sizes."""
+    size = request.settings.values["window"]
+    if size == AUTO and costs is not None:
+        return costs.run_window(is_flexible=request.sampling.greedy and worker.is_process)
+    if size == AUTO:
+        size = usual_window(draft_cost(models))
+    return Window(int(size), int(size))
+
+
 class PassTimes:
-    """The measured seconds of forward passes of target and draft while both run at once. PEARL's
-    window follows from them."""
+    """Measures the seconds of forward passes of target and draft while both run at once."""
 
     def __init__(self, models: Models) -> None:
         self._models = models

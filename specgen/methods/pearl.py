@@ -1,6 +1,17 @@
 """PEARL: draft and target work at the same time (PEARL, section 3). Imports no torch.
 
-The schedule is `decoding.parallel`, the window is computed in `decoding.parallel_costs`.
+The algorithm, pre-verify (section 3.2) and post-verify (section 3.3), is the schedule in
+`decoding.parallel`. The window is the paper's gamma (section 4.1): `decoding.parallel_costs`
+computes it from the times of passes, which `pass_times` measures.
+
+Beyond the paper:
+
+- Greedy decoding with a draft model in a process of its own has a flexible window: a draft ends
+  when the target's pass ends, however long this takes. After a rejection the target first waits for
+  a few tokens of the new draft (`Window.lead`) and verifies them together.
+- A fixed window is smaller beside a target pass over fewer tokens, which takes less time on a CPU
+  (`Window.beside`).
+- Any length policy may end a draft within the window.
 
 A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
 of the tokens that are being verified: measured with one that was trained for the bundled target,
@@ -9,33 +20,26 @@ of the tokens that are being verified: measured with one that was trained for th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
 from specgen.base.settings import Setting
-from specgen.decoding.parallel_costs import Window, usual_window
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import (
     DraftModelMethod,
     Loading,
     Tuning,
-    drafting_case,
     make_policy,
     make_run,
     make_setup,
 )
-from specgen.methods.drafting_knowledge import AUTO, DraftingCase, draft_cost
-from specgen.methods.pass_times import PassTimes
+from specgen.methods.drafting_knowledge import AUTO
+from specgen.methods.pass_times import RunTimes
 
 if TYPE_CHECKING:
-    from specgen.base.measuring import PassCheck
-    from specgen.base.settings import Settings
-    from specgen.decoding.drafting import Setup
-    from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.run import Run
     from specgen.methods.base import Request
-    from specgen.models.models import Models, Worker
+    from specgen.models.models import Models
 
 
 class Pearl(DraftModelMethod):
@@ -74,74 +78,28 @@ class Pearl(DraftModelMethod):
         worker = models.worker()
         if worker is None:
             raise self.without_part(None)
-        times = self._pass_times(models, request)
-        window, settings = self._window(models, request, worker, times)
+        times = RunTimes.of(models, request, worker)
 
-        # the worker has the draft's runner, and ends the drafts
         setup = make_setup(models, request, models.plain())
-        policy = make_policy(models, request, setup, self._case(models, request, setup, times))
-        drafter = worker.drafter(policy, setup, window.longest)
+        policy = make_policy(models, request, setup, times.drafting_case(models, request, setup))
+        drafter = worker.drafter(policy, setup, times.window.longest)
 
-        costs = None
-        check = None
-        if request.settings.values["window"] == AUTO and times is not None:
-            costs = times
-            check = self._check(models, request)
-        values = settings.values
+        values = request.settings.values
         schedule = decoding.Parallel(
-            drafter, window, bool(values["pre_verify"]), bool(values["post_verify"]), costs, check
+            drafter,
+            times.window,
+            pre_verify=bool(values["pre_verify"]),
+            post_verify=bool(values["post_verify"]),
+            costs=times.checked_costs,
+            check=times.check,
         )
         return make_run(
             models,
             request,
             setup,
-            decoding.NoDrafter(),
-            policy=drafter.policy,
+            decoding.NoDrafter(),  # the schedule has the worker draft
+            policy=drafter.policy,  # stands for `policy`, which decides in the worker
             schedule=schedule,
-            settings=settings,
-            costs=costs,
+            settings=times.settings,
+            costs=times.checked_costs,
         )
-
-    def _pass_times(self, models: Models, request: Request) -> ParallelCosts | None:
-        """Returns the pass times, measured at the first call, if the window or the policy follows
-        from them."""
-        values = request.settings.values
-        policy = request.policy
-        reads_costs = policy is not None and policy.reads_costs and values["verify_cost"] == AUTO
-        if request.is_repeatable or not (values["window"] == AUTO or reads_costs):
-            return None
-        return models.kept(PassTimes).costs(
-            request.typical_length, request.sampling, record=request.record
-        )
-
-    def _case(
-        self, models: Models, request: Request, setup: Setup, times: ParallelCosts | None
-    ) -> DraftingCase:
-        """Returns what the costs of drafts depend on: the draft model drafts, and in parallel."""
-        return replace(
-            drafting_case(models, request, setup),
-            cost_kind=self.tuning.cost_kind,
-            has_model=True,
-            in_blocks=models.draft is not None and models.draft.drafts_blocks,
-            in_parallel=True,
-            parallel_costs=times,
-        )
-
-    def _window(
-        self, models: Models, request: Request, worker: Worker, times: ParallelCosts | None
-    ) -> tuple[Window, Settings]:
-        """Returns the window, and the settings with its size."""
-        settings = request.settings
-        if settings.values["window"] != AUTO:
-            size = int(settings.values["window"])
-            return Window(size, size), settings
-        if times is None:
-            size = usual_window(draft_cost(models))
-            return Window(size, size), settings.with_value("window", size)
-        window = times.run_window(is_flexible=request.sampling.greedy and worker.is_process)
-        return window, settings.with_value("window", times.window.size)
-
-    def _check(self, models: Models, request: Request) -> PassCheck:
-        """Returns what compares the run's passes with those that the window was computed from."""
-        times = models.kept(PassTimes)
-        return times.check(request.typical_length, request.sampling, record=request.record)

@@ -18,14 +18,16 @@ _THRESHOLDS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.85)
 
 
 class SVIP(LengthPolicy):
-    """Ends a draft after a token with sqrt(c * H) > threshold, which is unlikely to be accepted
-    (SVIP, section 2.3, Algorithm 1).
+    """Ends a draft after a token with sqrt(c * H) > h, which is unlikely to be accepted (SVIP,
+    section 2.3, Algorithm 1). The paper's h is the setting `threshold`.
 
     H is the entropy (nats) of the draft model's distribution at temperature 1 without penalties, in
     greedy decoding too. c is the constant of Eq. 6. Algorithm 1 leaves it out, but the paper's
-    thresholds assume the value in the authors' code, 0.15. Only threshold^2 / c matters, so `tune`
-    varies only the threshold. The rule is applied only after every n-th token (level, for a tree),
-    n being `every`: on EAGLE-2's trees the paper applies it after every second level.
+    values of h assume the c in the authors' code, 0.15. Only h^2 / c matters, so `tune` varies only
+    h.
+
+    If `every` is n, the rule is applied only after every n-th token (level, for a tree): the paper
+    applies it after every second level of EAGLE-2's trees.
     """
 
     name = "svip"

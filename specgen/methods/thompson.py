@@ -1,5 +1,9 @@
 """EESD's length policies: Thompson sampling of the acceptance rate (EESD, section 3.3). Imports no
-torch."""
+torch.
+
+The paper's Q_d are the drafted tokens of a round and Q_v the accepted ones; t is the number of
+tokens accepted so far.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from typing import ClassVar
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy, longest_draft_setting
+from specgen.methods.base import Grid
 from specgen.methods.model_drafts import ChainMethod
 
 
 class ThompsonSampling(LengthPolicy):
-    """Base of policies that sample an acceptance probability theta, and then draft another token
-    with probability theta."""
+    """Base of policies that sample theta, the probability that a token is accepted, after each
+    drafted token, and then draft another one with probability theta (EESD, Algorithm 1)."""
 
     random = True
 
@@ -35,9 +40,12 @@ class BetaTS(ThompsonSampling):
     """Thompson sampling of the acceptance rate: theta ~ Beta(alpha, beta) (EESD, Algorithm 2,
     corrected).
 
-    The update counts the tokens up to the first rejected one: `accepted` successes in `min(accepted
-    + 1, drafted)` trials. The paper's printed update does not converge for an acceptance rate below
-    1.
+    After each verification alpha += r and beta += n - r, where r of n judged tokens were accepted:
+
+        printed:  r = |Q_v| - 1,  n = min(|Q_v| + 1, |Q_d|)
+        here:     r = |Q_v|,      n = min(|Q_v| + 1, |Q_d|)
+
+    With the printed r, an acceptance rate below 1 makes alpha fall until it is negative.
     """
 
     name = "beta-ts"
@@ -68,11 +76,23 @@ class CaliTS(ThompsonSampling):
     """Thompson sampling calibrated by a predictor: theta ~ N(mu, sigma^2), clipped to [0, 1] (EESD,
     Algorithm 3, corrected).
 
-    mu is a weighted mean of theta_M, the predictor's acceptance probability for the token, and
-    theta_hat, the share of verified tokens accepted so far. The prior acceptance rate `theta0`
-    counts as one verified token, of which this share was accepted. The paper's printed update
-    forgets earlier observations; this one does not. `model_prediction` and `sampling_prediction`
-    switch theta_M and theta_hat on (Table 4). Raises SpecgenError if both are off.
+    With n verified drafts so far, sigma_M the setting `sigma_model`, sigma_S the setting
+    `sigma_sample`, and theta_M the predictor's acceptance probability for the token:
+
+        mu      = (sigma_S^2 * theta_M + n * sigma_M^2 * theta_hat) / (sigma_S^2 + n * sigma_M^2)
+        sigma^2 = sigma_M^2 * sigma_S^2 / (sigma_S^2 + n * sigma_M^2)            (Eq. 6 and 7)
+
+    theta_hat estimates the acceptance rate. The setting `theta0` is its first value:
+
+        printed:  theta_hat = (theta_hat * (t - |Q_v| + 1) + |Q_v|) / (t + 1)    (Eq. 8)
+        here:     theta_hat = (theta0 + accepted) / (1 + judged)
+
+    `accepted` and `judged` are sums over all rounds of |Q_v| and min(|Q_v| + 1, |Q_d|). The printed
+    update counts no rejections: it is (t + theta0) / (t + 1) whatever happens.
+
+    `sampling_prediction` off: theta ~ N(theta_M, sigma_M^2). `model_prediction` off: theta ~
+    N(theta_hat, sigma_S^2 / n), with n at least 1 (both: Table 4). Raises SpecgenError if both are
+    off.
     """
 
     name = "cali-ts"
@@ -175,3 +195,19 @@ class BetaTSMethod(ChainMethod):
     name = "beta-ts"
     paper = "EESD, Table 5"
     policy = "beta-ts"
+
+
+# what is tried for an exit layer
+CALI_TS_GRID: Grid = {
+    "policy": ("cali-ts",),
+    "sigma_model": (0.1, 0.3, 0.5),
+    "sigma_sample": (1.0, 3.0),
+    "theta0": (0.5, 0.7, 0.9),
+    "max_draft": (3, 5, 8, 40),
+}
+BETA_TS_GRID: Grid = {
+    "policy": ("beta-ts",),
+    "alpha": (1.0, 2.0, 5.0),
+    "beta": (0.5, 1.0, 2.0, 5.0),
+    "max_draft": (4, 8, 40),
+}
