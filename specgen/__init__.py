@@ -1,7 +1,10 @@
 """Speculative decoding on your own models: faster tokens, the target's own output, and a view of
 what happened.
 
-import specgen pair = specgen.load() print(pair.generate("def fibonacci(n):").text)
+    import specgen
+
+    pair = specgen.load()
+    print(pair.generate("def fibonacci(n):").text)
 """
 
 from __future__ import annotations

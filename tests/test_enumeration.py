@@ -25,6 +25,7 @@ from families import make_model, model_of, near_copy
 from runner_checks import every, uncached
 from scripted_models import scripted_run
 
+from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import Window
 from specgen.engine.model_runner import ModelRunner
@@ -144,6 +145,9 @@ TREES = [
         },
         5,
     ),
+    Case("medusa", {"k": 2, "nodes": 4}, 4, THREE, {"top_p": 0.9}),
+    Case("block", {"k": 2, "nodes": 4}, 4, THREE, eos=(2,)),
+    Case("eagle", {"k": 2, "width": 2, "nodes": 3}, 4, THREE, seed=1),
     Case("mtp", {"k": 2}, 5, THREE),
     Case("mtp", {"k": 2, "width": 2, "nodes": 3}, 4, THREE, {"top_p": 0.9}),
     Case(
@@ -190,6 +194,29 @@ NGRAMS = [
     ),
     Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
 ]
+
+
+# Lossless methods without a case: the method whose cases cover theirs, and why.
+COVERED = {
+    "ar": ("sd", "no drafts: each token is the target's own"),
+    "heuristic": ("sd", "sd with another default of policy"),
+    "confidence": ("sd", "sd with another default of policy"),
+    "svip": ("sd", "sd with another default of policy"),
+    "beta-ts": ("sd", "sd with another default of policy"),
+    "selfsd": ("sd", "sd's drafter and verifier; the target without some layers is the draft"),
+    "glide": ("sd", "sd's drafter and verifier; a head is the draft model"),
+}
+
+
+def test_every_lossless_method_has_a_case() -> None:
+    cases = [*CHAINS, *POLICIES, *PARALLEL, *TREES, *NGRAMS]
+    own = {methods.find(case.method).alias_of or case.method for case in cases}
+    lossless = {name for name, method in methods.METHODS.items() if method.lossless}
+    assert lossless - own == COVERED.keys(), (
+        "each method with lossless = True needs a Case in one of the lists above, or an entry in "
+        "COVERED if another method's cases run all of its drafter and verifier"
+    )
+    assert {method for method, _ in COVERED.values()} <= own
 
 
 @pytest.mark.parametrize("case", CHAINS, ids=str)

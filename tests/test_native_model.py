@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import BACKENDS, IS_OLD_TRANSFORMERS, plain
+from families import BACKENDS, HYBRIDS, IS_OLD_TRANSFORMERS, SHAPES, plain
 from native_models import (
     BOUNDARY,
     CASES,
@@ -49,6 +49,7 @@ from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.linear import DenseLinear
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.rotary import RotaryTable
+from specgen.engine.weights import renamed
 
 TOLERANCE = 1e-4  # on logits of size 1 to 20
 
@@ -275,6 +276,37 @@ def check_rotary(found: Architecture, reference: Any) -> None:
                     rtol=0,
                     atol=atol,
                 )
+
+
+# families without variants here: MiMo is not in transformers, and what it computes is Qwen 2's
+WITHOUT_VARIANTS = {"mimo"}
+
+
+def test_every_family_has_variants() -> None:
+    missing = FAMILIES.keys() - VARIANTS.keys() - {family for family, _ in SHAPES}
+    assert missing == WITHOUT_VARIANTS, (
+        "each of families.FAMILIES needs tiny configs: in VARIANTS of native_models.py, or with "
+        "recurrent layers in HYBRIDS and SHAPES of tests/families.py"
+    )
+    assert {family for family, _ in SHAPES} <= HYBRIDS.keys()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_longest_of_a_familys_names_counts(stored: bool) -> None:
+    """In whatever order they are listed, and in both directions."""
+    names = {"ff": "mlp", "ff.bias": "mlp.gate.bias", "w1": "w2", "w2": "w1"}
+    pairs = {
+        "layers.0.ff.w1.weight": "layers.0.mlp.w2.weight",
+        "layers.0.ff.w2.weight": "layers.0.mlp.w1.weight",
+        "layers.0.ff.bias": "layers.0.mlp.gate.bias",
+        "layers.0.off.w1s.ff1": "layers.0.off.w1s.ff1",
+    }
+    if stored:
+        names = {own: theirs for theirs, own in names.items()}
+        pairs = {own: theirs for theirs, own in pairs.items()}
+    for ordered in (names, dict(reversed(names.items()))):
+        assert {name: renamed(name, ordered) for name in pairs} == pairs
+    assert renamed("layers.0.ff", {}) == "layers.0.ff"
 
 
 # MiMo is not in transformers

@@ -23,7 +23,7 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding import drafting
 from specgen.decoding import policy_base as policy_module
 from specgen.decoding import run as run_module
-from specgen.decoding.policy_base import DraftedToken, Fixed, LengthPolicy
+from specgen.decoding.policy_base import LONGEST_DRAFT, DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods.adaptive import Adaptive, _copied_score
 from specgen.methods.drafting_knowledge import AUTO
@@ -186,7 +186,7 @@ def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:
         assert list(made.predictions) == acceptances[: gains.index(max(gains))]
 
 
-REASONS = {
+REASONS = {  # of each length policy: the first word of the reason why it ended a draft
     "fixed": "limit",
     "heuristic": "limit",
     "confidence": "prob",
@@ -210,6 +210,32 @@ SETTINGS = {
 }
 
 
+def test_every_policy_has_a_reason_here() -> None:
+    assert REASONS.keys() == methods.POLICIES.keys(), (
+        "REASONS has to name the reason of each length policy in methods.POLICIES"
+    )
+
+
+@pytest.mark.parametrize("name", methods.POLICIES)
+def test_every_policy_bounds_its_drafts(name: str) -> None:
+    """Also where the policy would draft on for ever."""
+    given = {"policy": name, **({"model_prediction": False} if name == "cali-ts" else {})}
+    sampling = SamplingParams(max_new_tokens=1)
+    policy = scripted_run("sd", given, TableRunner(1), TableRunner(2), sampling).policy
+    signals = {"entropy": 0.0, "prob": 1.0, "top_prob": 1.0, "margin": 1.0}
+    for _ in range(50):
+        bound = policy.most_levels
+        assert bound < LONGEST_DRAFT, (
+            f"the policy {name} has neither of the attributes k and max_draft: "
+            "it has to override most_levels"
+        )
+        length = 1
+        while policy.keep_drafting(DraftedToken(length, signals)):
+            length += 1
+        assert length <= bound
+        policy.observe(length, length)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_policy_that_a_method_may_have_ends_drafts(name: str, temperature: float) -> None:
@@ -228,7 +254,7 @@ def test_every_policy_that_a_method_may_have_ends_drafts(name: str, temperature:
             )
         reasons = [(round_.draft.stop_reason or "").removeprefix("lookup: ") for round_ in rounds]
         assert method.is_parallel or any(
-            reason.startswith(REASONS[policy]) for reason in reasons
+            reason.startswith(REASONS.get(policy, "")) for reason in reasons
         ), policy
         assert ids_of(rounds) == plain or temperature or not method.lossless, policy
 

@@ -3,7 +3,9 @@ of `generate --json`."""
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,11 @@ def test_its_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"""' in answer
     assert 0.3 < float(rate) < 1
     assert len(rounds.splitlines()) > 2
+
+
+def test_the_example_in_the_packages_docstring_is_valid() -> None:
+    code = textwrap.dedent((specgen.__doc__ or "").partition("\n\n")[2])
+    assert len(ast.parse(code).body) == 3
 
 
 def test_profiles_are_for_the_commands_and_for_calls_without_a_method(

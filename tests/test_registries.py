@@ -3,13 +3,15 @@ there."""
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from scripted_models import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
-from specgen import methods
+from specgen import decoding, methods
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import SamplingParams
@@ -69,6 +71,19 @@ def test_a_policy_is_found_by_settings_runs_help_and_tune(monkeypatch: pytest.Mo
     assert "margin" in listed
     monkeypatch.setitem(methods.METHODS, "margin", MarginDrafts())  # type: ignore[arg-type]
     assert sorted(given["threshold"] for given in outcome.grid("margin")) == [0.1, 0.2]
+
+
+def test_the_parts_of_a_run_are_listed_alike_for_type_checkers_and_for_imports() -> None:
+    tree = ast.parse(Path(decoding.__file__).read_text(encoding="utf-8"))
+    typed = {
+        alias.asname: node.module.removeprefix("specgen.decoding.")
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    assert typed == decoding._MODULES, "decoding/__init__.py lists each part twice"
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])

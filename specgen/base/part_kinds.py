@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from typing import Final, Literal, get_args
 
+HeadKind = Literal["medusa", "eagle", "glide", "block", "mtp"]
+HEADS: tuple[HeadKind, ...] = get_args(HeadKind)
 EXIT = "exit"  # EESD's exit layer
-MTP = "mtp"  # drafting layers in the target's own files
-HEADS = ("medusa", "eagle", "glide", "block", MTP)
+MTP: Final = "mtp"  # drafting layers in the target's own files
 ONE_PASS = ("medusa", "block")  # the heads that draft all tokens in one pass
 DEFAULT_PART = "auto"  # the part that the user named, or the one found for the target
 

@@ -2,6 +2,7 @@
 read, because it needs torch.
 
 A method's file names parts as `decoding.ModelDrafter`, so that methods can be listed without torch.
+Each part is listed twice, as type checkers do not read `_MODULES`: there and in the block above it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from specgen.decoding.tree import TopKTreeDrafter as TopKTreeDrafter
     from specgen.decoding.verification import GreedyVerifier as GreedyVerifier
     from specgen.decoding.verification import RejectionSampling as RejectionSampling
-    from specgen.engine.devices import device_timer as device_timer
 
 _MODULES = {
     "BeamSearchDrafter": "beam_search",
@@ -58,7 +58,6 @@ _MODULES = {
     "StopTexts": "run",
     "TextDrafter": "chain",
     "TopKTreeDrafter": "tree",
-    "device_timer": "run",
     "k_sequential_verifier": "multi_draft",
     "multi_round_verifier": "multi_draft",
     "sequential": "run",

@@ -1,7 +1,8 @@
 """What all length policies share: the rules that decide after each drafted token whether the draft
 continues.
 
-A policy is a class in a file of `methods/`, and is listed in `methods.POLICIES`. Imports no torch.
+A policy is a class in a file of `methods/`, and is listed in `methods/__init__.py`, in `_POLICIES`.
+Imports no torch.
 
 A policy reads signals: numbers about a drafted token, such as the entropy of its distribution. It
 works with any drafter that computes the signals it reads (EESD Table 5). The token stays in the
@@ -108,7 +109,11 @@ class LengthPolicy:
 
     @property
     def most_levels(self) -> int:
-        """An upper bound of the number of tokens (levels, for a tree) in the next draft."""
+        """An upper bound of the number of tokens (levels, for a tree) in the next draft.
+
+        By default the smaller one of the attributes `k` and `max_draft`, if the policy has them. A
+        policy whose limit has another name overrides this.
+        """
         return min(int(getattr(self, limit, LONGEST_DRAFT)) for limit in ("k", "max_draft"))
 
     def starts_draft(

@@ -244,11 +244,12 @@ def model_files(
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Returns a tensor's name with parts of it renamed. Parts are separated by dots; a key of
-    `names` may consist of several."""
-    for old, new in names.items():
-        name = f".{name}.".replace(f".{old}.", f".{new}.")[1:-1]
-    return name
+    """Returns a tensor's name with parts of it renamed, each at most once. Parts are separated by
+    dots; a key of `names` may consist of several. Where several keys fit, the longest counts."""
+    if not names:
+        return name
+    keys = "|".join(re.escape(key) for key in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![^.])({keys})(?![^.])", lambda match: names[match[0]], name)
 
 
 def files_of_keys(path: Path, single: str = SINGLE_FILE) -> dict[str, Path]:

@@ -1,8 +1,8 @@
 """The decoding methods and the length policies, in the order in which they are listed, and how
 their settings are read.
 
-To add a method or a length policy, write it in a file of this package, and list it here. Imports no
-torch.
+To add a method or a length policy, write it in a file of this package, and list it in `_METHODS` or
+`_POLICIES`; `.github/CONTRIBUTING.md` says which tests it needs. Imports no torch.
 """
 
 from __future__ import annotations

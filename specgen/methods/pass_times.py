@@ -192,7 +192,9 @@ class PassTimes:
             capacity=capacity,
         )
         drafter = worker.drafter(LengthPolicy(), setup, LONGEST_WINDOW)
-        timer = decoding.device_timer(models.target.device)
+        from specgen.engine.devices import device_timer
+
+        timer = device_timer(models.target.device)
         return time_parallel_passes(target, drafter, Context([1] * length), timer, widest)
 
     def _key(

@@ -31,6 +31,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import HeadKind
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention import AttentionFiles
 from specgen.engine.native.attention_mask import AttentionMask
@@ -49,7 +50,7 @@ from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.glide import CrossInputs, GlideLayers
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadKind, HeadWeights
+from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadWeights
 from specgen.engine.parts.trained_part import (
     check_head_folder,
     describe_head,

@@ -19,7 +19,7 @@ from specgen.base.text import shown
 from specgen.engine.gguf.blocks import TYPES, GgufTensor
 
 MAGIC = b"GGUF"
-READ_TYPES = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, IQ4_XS and MXFP4"
+READ_TYPES = " and ".join(", ".join(TYPES).rsplit(", ", 1))
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 1 << 26  # the largest vocabularies take 20 MB
 # A Python object takes more memory than the few bytes that describe it in a file.

@@ -2,10 +2,13 @@
 Llama's.
 
 To add a family, add an entry to `FAMILIES`, and a function if its config.json differs from that of
-a family that is there. A field that nothing reads makes a config unsupported, unless it is known to
-be irrelevant (`architecture.IRRELEVANT`) or the function ignores it explicitly. Tensors have the
-names that the blocks of a layer (`attention`, `recurrence`, `mlp`, `experts`) give them, after a
-family's own `names` were replaced. `config_reading` reads the fields that all families have.
+a family that is there. Then tests/native_models.py needs variants of it, README.md its name, and
+`engine/gguf/architectures.py` an entry if llama.cpp has it; see `.github/CONTRIBUTING.md`.
+
+A field that nothing reads makes a config unsupported, unless it is known to be irrelevant
+(`architecture.IRRELEVANT`) or the function ignores it explicitly. Tensors have the names that the
+blocks of a layer (`attention`, `recurrence`, `mlp`, `experts`) give them, after a family's own
+`names` were replaced. `config_reading` reads the fields that all families have.
 """
 
 from __future__ import annotations
@@ -505,7 +508,7 @@ class Family:
     those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
     of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
     width of MLPs in families without dense ones. `names` has what the family's files call otherwise
-    than a Llama's, by the name there (see `weights.renamed`).
+    than a Llama's, by the name there, in any order (see `weights.renamed`).
     """
 
     describe: Callable[[Fields, Changes], Changes]

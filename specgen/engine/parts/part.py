@@ -25,8 +25,6 @@ from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Take
 
-HeadKind = Literal["medusa", "eagle", "glide", "block", "mtp"]
-
 
 @dataclass(frozen=True)
 class MedusaWeights:

@@ -17,14 +17,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field
 
 from specgen.base import schema
+from specgen.base.part_kinds import HeadKind
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.config_reading import read_config
@@ -54,7 +55,6 @@ from specgen.engine.parts.part import (
     DecoderWeights,
     EagleWeights,
     GlideWeights,
-    HeadKind,
     HeadWeights,
     MedusaWeights,
 )
@@ -110,8 +110,7 @@ class HeadFields(BaseModel):
 
 
 class PublishedHead:
-    """A head's files, opened and recognised: the names of the tensors decide its `kind` (`medusa`,
-    `eagle` or `glide`).
+    """A head's files, opened and recognised: the names of the tensors decide its `kind`.
 
     After `read`, `warning` says what is doubtful about the head (None: nothing). Raises
     SpecgenError if the files are of no such kind.
@@ -122,14 +121,7 @@ class PublishedHead:
         self.warning: str | None = None
         self._folder = folder
         self._target = target
-        kinds: dict[HeadKind, str] = {
-            "block": CONTEXT_NORM,
-            "medusa": "blocks.0.layers.0.weight",
-            "eagle": FC,
-            "glide": _QUERY,
-        }
-        kinds["mtp"] = JOIN
-        fitting = [kind for kind in kinds if kinds[kind] in self.files]
+        fitting = [kind for kind, layout in _LAYOUTS.items() if layout.tensor in self.files]
         if not fitting:
             problem = (
                 "it is of no kind that specgen knows (its first tensor: "
@@ -159,25 +151,32 @@ class PublishedHead:
                 "its heads were trained with the model in the same files",
                 f"Take that as the target: -t {folder}",
             )
-        if self.kind == "medusa":
-            return _read_medusa(files, target)
-        config = read_config(folder, files.owner)
-        if self.kind == "mtp":
-            return read_assistant(files, target, config)
-        if self.kind == "block":
-            block, self.warning = read_block(files, target, config)
-            return block
-        config, fields = _flat_config(files, config)
-        if self.kind == "glide":
-            return _read_glide(files, target, config, fields)
-        weights, self.warning = _read_eagle(files, target, config, fields)
+        weights, self.warning = _LAYOUTS[self.kind].read(files, target, folder)
         return weights
 
 
+# What reads a head: the weights, and what is doubtful about them (None: nothing).
+_Reader = Callable[
+    [WeightFiles, LoadedModel, Path], tuple[HeadWeights | AssistantWeights, str | None]
+]
+
+
+def _read_block(
+    files: WeightFiles, target: LoadedModel, folder: Path
+) -> tuple[BlockWeights, str | None]:
+    return read_block(files, target, read_config(folder, files.owner))
+
+
+def _read_assistant(
+    files: WeightFiles, target: LoadedModel, folder: Path
+) -> tuple[AssistantWeights, None]:
+    return read_assistant(files, target, read_config(folder, files.owner)), None
+
+
 def _read_eagle(
-    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
+    files: WeightFiles, target: LoadedModel, folder: Path
 ) -> tuple[EagleWeights, str | None]:
-    """Returns a head of EAGLE and what is doubtful about it."""
+    config, fields = _flat_config(files, folder)
     shape, (width, fused) = target.shape, matrix_shape(files, FC)
     is_third = (
         FEATURE_NORM in files
@@ -246,9 +245,8 @@ def _read_eagle(
     return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, *options), warning
 
 
-def _read_glide(
-    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
-) -> GlideWeights:
+def _read_glide(files: WeightFiles, target: LoadedModel, folder: Path) -> tuple[GlideWeights, None]:
+    config, fields = _flat_config(files, folder)
     shape, (rows, width) = target.shape, matrix_shape(files, _QUERY)
     crossed = shape.num_heads * shape.head_size
     is_tied = fields.tie_word_embeddings and HEAD not in files
@@ -272,16 +270,17 @@ def _read_glide(
     drop_copies(files, tensors, [EMBEDDING, HEAD], target)
     if is_tied and EMBEDDING in tensors:
         tensors[HEAD] = tensors[EMBEDDING]
-    return GlideWeights(weights.config, tensors, fields.block_size)
+    return GlideWeights(weights.config, tensors, fields.block_size), None
 
 
-def _flat_config(files: WeightFiles, config: dict[str, Any]) -> tuple[dict[str, Any], HeadFields]:
-    """Returns a config.json with nested fields moved to the top level, and the fields of it that
-    are read by name.
+def _flat_config(files: WeightFiles, folder: Path) -> tuple[dict[str, Any], HeadFields]:
+    """Returns the config.json in `folder` with nested fields moved to the top level, and the fields
+    of it that are read by name.
 
     The feature layers are then counted by their inputs. In `eagle_config` they are counted by their
     outputs if the first is layer 1.
     """
+    config = read_config(folder, files.owner)
     flat = dict(config)
     layer = config.get("transformer_layer_config")
     for part in (layer, config.get("model"), config.get("eagle_config")):
@@ -360,7 +359,9 @@ def _decoder(
     return weights, shapes
 
 
-def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
+def _read_medusa(
+    files: WeightFiles, target: LoadedModel, folder: Path
+) -> tuple[MedusaWeights, None]:
     """Reads Medusa's heads. The numbers of heads, blocks and LM heads are those of the tensors,
     because config files state others.
 
@@ -400,7 +401,23 @@ def _read_medusa(files: WeightFiles, target: LoadedModel) -> MedusaWeights:
         for head in blocks
     ]
     own = [tables[min(head, len(tables) - 1)] for head in heads] if tables else None
-    return MedusaWeights(read, own, None if ids is None else ids.to(target.device))
+    return MedusaWeights(read, own, None if ids is None else ids.to(target.device)), None
+
+
+class _Layout(NamedTuple):
+    """A kind of head in its one layout: a `tensor` that it has, and kinds further down do not."""
+
+    tensor: str
+    read: _Reader
+
+
+_LAYOUTS: Mapping[HeadKind, _Layout] = {
+    "block": _Layout(CONTEXT_NORM, _read_block),
+    "medusa": _Layout("blocks.0.layers.0.weight", _read_medusa),
+    "eagle": _Layout(FC, _read_eagle),
+    "glide": _Layout(_QUERY, _read_glide),
+    "mtp": _Layout(JOIN, _read_assistant),
+}
 
 
 def published(

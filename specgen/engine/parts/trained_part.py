@@ -22,6 +22,7 @@ from safetensors.torch import save
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS, HEAD_DESCRIPTION, whole_file
+from specgen.base.part_kinds import HeadKind
 from specgen.base.schema import read
 from specgen.base.text import shown
 from specgen.engine.loaded_model import LoadedModel
@@ -36,7 +37,6 @@ from specgen.engine.parts.own_layers import (
 )
 from specgen.engine.parts.part import (
     AssistantWeights,
-    HeadKind,
     HeadWeights,
     MedusaWeights,
     MtpWeights,
