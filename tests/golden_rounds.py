@@ -4,11 +4,12 @@ compares with a recording.
     python tests/golden_rounds.py record FILE [--only PATTERN]
     python tests/golden_rounds.py check FILE [--only PATTERN]
 
-FILE is a gzipped JSON object, case -> recording. A case is the name of a pair, a method with
-settings, further options of `generate` and the temperature. Runs are seeded, and all costs and
-windows are settings, so that no clock enters. A recording has the rounds of the JSON lines: mode,
-draft_ids, parents (null for a chain), accepted_ids, token_id, source and stop_reason, then the sums
-of entropies, of top_probs and of predicted. A failed case has its error message instead.
+`record` with PATTERN records these cases and keeps the others in FILE, a gzipped JSON object, case
+-> recording. A case is the name of a pair, a method with settings, further options of `generate`
+and the temperature. Runs are seeded, and all costs and windows are settings, so that no clock
+enters. A recording has the rounds of the JSON lines: mode, draft_ids, parents (null for a chain),
+accepted_ids, token_id, source and stop_reason, then the sums of entropies, of top_probs and of
+predicted. A failed case has its error message instead.
 """
 
 from __future__ import annotations
@@ -430,11 +431,12 @@ def main() -> int:
         "--only", default="", help="a regular expression that the names of cases contain"
     )
     options = parser.parse_args()
-    chosen = [case for case in cases() if re.search(options.only, case[0])]
+    listed = list(cases())
+    chosen = [case for case in listed if re.search(options.only, case[0])]
     logging.disable_progress_bar()
-    known = (
-        json.loads(gzip.decompress(options.file.read_bytes())) if options.action == "check" else {}
-    )
+    known = {}
+    if options.action == "check" or options.only:
+        known = json.loads(gzip.decompress(options.file.read_bytes()))
     made = {}
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
@@ -445,7 +447,9 @@ def main() -> int:
                 wrong += 1
                 print(f"{case:60}  {found[:150]}", flush=True)
     if options.action == "record":
-        text = json.dumps(made, separators=(",", ":"), ensure_ascii=False)
+        kept = known | made
+        whole = {name: kept[name] for name, _, _ in listed if name in kept}
+        text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False)
         options.file.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     print(
         f"{len(made)} cases, {wrong} differ"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from specgen.pair.profile_place import ProfileSource
 from specgen.tune.export import ENGINES
 from specgen.tune.profile import from_outcome
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 # vLLM's, torchrun's, and an option of tests/benchmark.py
 NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}
 
@@ -158,12 +160,27 @@ def test_profiles_are_for_the_commands_and_for_calls_without_a_method(
     demo_pair._profiles.clear()
 
 
-def test_the_modules_that_it_names_are_there() -> None:
-    layout = section("Development")
-    for name in re.findall(
-        r"^    ([\w/]+\.py|\w+/)|; (\w+\.py)|(\w+\.py) makes", layout, flags=re.MULTILINE
-    ):
-        path = Path(specgen.__file__).parent / next(filter(None, name))
-        assert path.exists(), path
-    for name in set(re.findall(r"python (tests/\w+\.py)", README)):
-        assert (Path(__file__).parents[1] / name).is_file(), name
+def test_the_layers_are_those_that_imports_obey() -> None:
+    (picture,) = re.findall(r"```text\n(cli.*?)```", section("How it works"), flags=re.DOTALL)
+    drawn = [re.findall(r"\w+", line.split("  ")[0]) for line in picture.splitlines()]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert drawn == [re.split(r" [:|] ", layer) for layer in layers]
+
+
+def test_files_and_names_in_the_page_for_contributors_are_there() -> None:
+    page = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = {
+        path.as_posix(): path.read_text(encoding="utf-8")
+        for folder in ("specgen", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    files = set(re.findall(r"(?<![\w/])[\w/]+\.py\b", page + README))
+    assert len(files) > 30
+    for name in files:
+        is_example = re.search(r"\b(NAME|KIND)\b", name)
+        assert is_example or any(path.endswith(f"/{name}") for path in code), name
+    defined = set(re.findall(r"^(?:class )?(_?[A-Z]\w+)\b", "\n".join(code.values()), re.MULTILINE))
+    names = set(re.findall(r"`(_?[A-Z]\w+)`", page))
+    assert len(names) > 30
+    assert names - {"NAME", "KIND"} <= defined
