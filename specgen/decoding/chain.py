@@ -42,9 +42,9 @@ class ModelDrafter(DraftModelUser):
 
     The draft model may also be part of the target: its first layers with an exit layer (EESD), or
     the target without some layers (Self-SD). Logits beyond the target's vocabulary are cut before a
-    token is chosen. The draft is empty if the context has tokens that the draft model lacks. A
-    runner whose `draws` is False (see `block_runner.BlockRunner`) gets the likeliest tokens also
-    where the target samples.
+    token is chosen. The draft is empty if the context has tokens that the draft model lacks. If the
+    runner's `traits.draws` is False, the likeliest tokens are drafted also where the target
+    samples.
 
     With `cape`, each position gets further candidates without a further forward pass (CaPE, Du et
     al. 2024), see `with_candidates`. The length policy sees only the chain's tokens. Verification
@@ -53,8 +53,8 @@ class ModelDrafter(DraftModelUser):
     equals this token is accepted.
 
     With `fallback` above 0 (BiLD), a draft ends before a token whose distribution has a largest
-    probability below `fallback` (at temperature 1, without top-k and top-p); that token is dropped,
-    so that the draft may be empty. This is not lossless.
+    probability below `fallback` (at temperature 1, without filters); that token is dropped, so that
+    the draft may be empty. This is not lossless.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ModelDrafter(DraftModelUser):
         tokens drafted earlier.
 
         `show` is called for each new token as soon as it is drafted, with its number (from 0) and
-        the token. If it returns False, the draft ends.
+        the token. If it returns False, the draft ends. Raises RunError for logits that hold a NaN.
         """
         tokens = list(unverified)
         limit = self._room(context, limit + len(tokens)) - len(tokens)
@@ -230,8 +230,8 @@ class HostChain:
                 kept.pop()
 
     def draft(self, reason: str) -> Draft:
-        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary.
-        `reason` says why it ended."""
+        """Returns the whole draft, with its `probs` padded with zeros to the target's vocabulary
+        (None in greedy decoding). `reason` says why it ended."""
         if not self.tokens:
             return Draft(stop_reason=reason)
         vocab_size = self._setup.vocab_size

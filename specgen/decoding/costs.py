@@ -54,7 +54,8 @@ class CostTable:
     """Seconds as a function of the number of tokens and of the context length.
 
     `curves` has one or two measured curves by context length. Between and beyond the two, seconds
-    are linear in the context length; with one curve they do not depend on it.
+    are linear in the context length, but never below half of the smaller curve's; with one curve
+    they do not depend on it.
     """
 
     curves: Mapping[int, Curve]
@@ -173,8 +174,8 @@ class SpeedupModel:
         tokens beat plain decoding.
 
         A round, which is a draft and one target pass over k + 1 tokens, yields 1 + rate * k tokens.
-        None: no rate is high enough. A pass over k + 1 tokens counts as no shorter than one over a
-        single token: only noise in the times makes it so.
+        None: no rate below 1 is high enough. A pass over k + 1 tokens counts as no shorter than one
+        over a single token: only noise in the times makes it so.
         """
         single = self.target_seconds[1]
         more = max(0.0, self.target_seconds[k + 1] - single)

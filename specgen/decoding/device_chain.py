@@ -99,7 +99,8 @@ class DeviceChain:
         is, and does not wait for it.
 
         `position` in the draft counts from 1. The returned token has neither an id nor signals:
-        `draft` reads the ids later.
+        `draft` reads the ids later. Raises RunError if the logits of earlier tokens held a NaN,
+        which is found when their table is full and read.
         """
         if self._unread in (0, _ROWS):
             self._read()

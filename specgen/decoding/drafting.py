@@ -33,7 +33,8 @@ class Drafter(Protocol):
         """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end
         the draft earlier.
 
-        The draft is empty if there is nothing to propose or `limit` is 0.
+        The draft is empty if there is nothing to propose or `limit` is 0. Raises RunError if the
+        draft model's logits hold a NaN.
         """
 
 
@@ -103,7 +104,8 @@ class Setup:
 
     @property
     def for_worker(self) -> Setup:
-        """This setup without models, to be sent to a draft worker in another process."""
+        """This setup without models and predictor, to be sent to a draft worker in another
+        process."""
         return replace(self, draft=None, target=None, acceptance_predictor=None)
 
 

@@ -85,7 +85,8 @@ class BlockSearch:
         added, and the nodes of the best block.
 
         The time of the first pass is counted in the phase `first_phase`, that of later passes in
-        `verify`. Raises RunError if the exact search needs more than `most_prefixes` prefixes.
+        `verify`. Raises RunError if the exact search needs more than `most_prefixes` prefixes, or
+        if logits hold a NaN.
         """
         self._search(first_phase)
         tree = self._tree

@@ -24,10 +24,9 @@ class JointLikelihoodVerifier:
     token (MTAD, section 3.2).
 
     P_j and Q_j are the joint likelihoods of the first j tokens under target and draft, after
-    temperature, top-k and top-p (at temperature 1 in greedy decoding). A longer prefix may pass
-    where a shorter one fails, unless a token has likelihood 0. Only for chains with
-    `log_likelihoods`. Not lossless: the output is likelier under the target than samples of the
-    target.
+    temperature and filters (at temperature 1 in greedy decoding). A longer prefix may pass where a
+    shorter one fails, unless a token has likelihood 0. Only for chains with `log_likelihoods`. Not
+    lossless: the output is likelier under the target than samples of the target.
     """
 
     def __init__(self, setup: Setup, *, tau: float) -> None:
@@ -65,7 +64,7 @@ class BildVerifier:
     and all tokens after it.
 
     p is the token's probability under the target at temperature 1. The target then chooses the next
-    token from its own distribution (after temperature, top-k and top-p), not from a residual. Not
+    token from its own distribution (after temperature and filters), not from a residual. Not
     lossless. Chains only.
     """
 
@@ -88,9 +87,9 @@ class FlyVerifier:
     """Accepts a token that is not the target's argmax if the text continues as before (FLy, arXiv
     2511.22972). Greedy chains.
 
-    Such a token i of n is accepted if the next `window` - 1 drafted tokens are the target's argmax
-    after it, i < n - `window`, and the target was unsure there: -sum p ln p over its three
-    likeliest tokens (nats, temperature 1) is at least `entropy`. Not lossless.
+    Such a token is accepted if at least `window` drafted tokens follow it, the first `window` - 1
+    of these are the target's argmax, and the target was unsure at the token: -sum p ln p over its
+    three likeliest tokens (nats, temperature 1) is at least `entropy`. Not lossless.
     """
 
     def __init__(self, setup: Setup, *, window: int, entropy: float) -> None:
@@ -104,7 +103,7 @@ class FlyVerifier:
         tokens = upload(torch.tensor(draft.tokens, dtype=torch.long), output.logits.device)
         logits = output.logits[:count].float()
         accepted = token_sampling.argmax_token(logits) == tokens  # -1 for NaN
-        judged = count - self._window  # tokens that enough others follow
+        judged = count - self._window  # those that at least `window` tokens follow
         if judged > 0:
             # [judged, window - 1]: whether the tokens after each are the target's
             following = accepted[1:].unfold(0, self._window - 1, 1).all(dim=-1)[:judged]

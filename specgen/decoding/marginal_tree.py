@@ -33,8 +33,8 @@ _RANK_POWER = 2.35
 
 
 def default_rank_accuracies(heads: int = DEFAULT_HEADS) -> list[list[float]]:
-    """Returns for each head and rank how often the token of this rank is assumed to be right. For
-    heads without measured accuracies."""
+    """Returns the accuracies assumed of heads without measured ones: `[head][rank]` is the share of
+    tokens that the head predicts with this rank."""
     return [
         [
             _FIRST_ACCURACY * _NEXT_HEAD**head / (rank + 1) ** _RANK_POWER
@@ -87,13 +87,13 @@ class MarginalTreeDrafter(DraftModelUser):
     """Drafts a tree from rows that do not depend on each other: the node of a rank path is the
     token of its last rank.
 
-    The tree has the `nodes` paths of highest value, the product of what each rank is worth: the
-    row's probability of its token at temperature 1 (DDTree), or where `is_fixed`, the share of its
-    tokens that were right in training (Medusa; `DraftTraits.rank_accuracies`, or
-    `default_rank_accuracies`). `depth` is the most levels. No node is drawn at random, even if the
-    target samples. The paths are chosen among those that are no longer than the length policy
-    allows at most. The policy sees the likeliest token of each level, and may leave the further
-    levels out. With penalties, all nodes of a level have those of the likeliest path.
+    The tree has the `nodes` paths of highest value. A path's value is a product over its ranks: of
+    the probabilities of their tokens at temperature 1 (DDTree), or where `is_fixed`, of the ranks'
+    accuracies in training (Medusa; `DraftTraits.rank_accuracies`, or `default_rank_accuracies`).
+    `depth` is the most levels; None: no such limit. No node is drawn at random, even if the target
+    samples. No path has more than the length policy's `most_levels`. The policy sees the likeliest
+    token of each level, and may leave the further levels out. Penalties of all nodes of a level are
+    those that follow from the likeliest path.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The drafts of SpecTr and SpecInfer, which are verified as one tree, and their rules of
+"""The drafters of SpecTr and SpecInfer, whose drafts are verified as one tree, and their rules of
 acceptance."""
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def multi_round(
     A candidate is accepted with probability min(1, p / q), where p is `target` and q is `draft`,
     both [vocabulary]. After a rejection, p is replaced by norm(max(p - q, 0)). A token that was
     drawn twice is verified twice. `fresh` has a random number in [0, 1) for each candidate. Returns
-    the number of the accepted candidate and p; or None and the distribution of the correction.
+    the number of the accepted candidate (from 0) and p; or None and the distribution of the
+    correction.
     """
     for number, token in enumerate(tokens):
         if fresh[number] < target[token] / draft[token]:
@@ -161,7 +162,8 @@ def k_sequential(
     `draft`, both [vocabulary]. rho solves 1 - (1 - b)^n = rho b with b = sum of min(q, p / rho). It
     is approached from above by bisection between 1 and n, because a rho below the solution would
     not be lossless. `fresh` has a random number in [0, 1) for each candidate. Returns the number of
-    the accepted candidate and p; or None and the distribution (not normalised) of the correction.
+    the accepted candidate (from 0) and p; or None and the distribution (not normalised) of the
+    correction.
     """
     count = len(tokens)
     low = 1.0
@@ -189,8 +191,8 @@ class TreeSampling:
     correction ends the path.
 
     `rule` decides about the children of a node. The output has the target's distribution (after
-    temperature, top-k, top-p and min-p) if the children were drawn as the rule assumes. The rule
-    computes in `dtype` on the CPU, to which all distributions are copied at once.
+    temperature and filters) if the children were drawn as the rule assumes. The rule computes in
+    `dtype` on the CPU, to which all distributions are copied at once.
     """
 
     def __init__(self, rule: AcceptanceRule, setup: Setup, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 """PEARL's window, computed from the times of passes while both models run (PEARL, section 4.1).
 Imports no torch.
 
-A fixed window is the ratio of both models' pass times, so that both finish together; in a flexible
-window, drafting ends when the target pass does.
+A fixed window is the ratio of the target's pass time to the draft model's, so that both finish
+together; in a flexible window, drafting ends when the target pass does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Window:
 
     `size` (PEARL's gamma) is this number while the target verifies a whole window of `size` tokens,
     `first` while it passes over one token (PEARL's pre-verify), which takes less time on a CPU, and
-    `second` while it passes over two (None: on the line between the others).
+    `second` while it passes over two (None: interpolated between `first` and `size`).
 
     If `is_flexible`, a draft ends with the target pass, and `size` only limits its length. Then
     `lead` is the number of new tokens that the target waits for after a rejection, and verifies in
@@ -115,8 +115,8 @@ class ParallelCosts:
         return Curve({2: self.double_pass, self.width: self.target_pass, 1: self.single_pass})
 
     def as_dict(self) -> dict[str, float]:
-        """The measured times, c (`ratio`) and the window sizes by name. The first line of a trace
-        file has them under `costs`."""
+        """The fields, `ratio` (c), and the sizes `window` (`Window.size`) and `first_window`
+        (`Window.first`). The first line of a trace file has them under `costs`."""
         return {
             **asdict(self),
             "ratio": self.ratio,

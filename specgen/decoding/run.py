@@ -47,7 +47,8 @@ class StopTexts:
     def of(
         cls, texts: Sequence[str], tokenizer: Tokenizer, prompt_ids: Sequence[int]
     ) -> StopTexts | None:
-        """Returns what finds these texts in the output after a prompt; None if there are none."""
+        """Returns the search for the stop strings `texts` in the output after a prompt; None if
+        there are no texts."""
         if not texts:
             return None
         return cls(StopStrings.of(texts, tokenizer), tokenizer.detokenizer(prompt_ids).push)
@@ -201,7 +202,7 @@ class Run:
         return self.commit("prefill", Draft(), self.verify(Draft(), output))
 
     def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        """Verifies a draft by the target's `output`, as `Verifier.verify` does.
+        """Verifies a draft by the target's `output`. Raises RunError as `Verifier.verify` does.
 
         If the draft has its logits, the verdict's `agreement` compares both models' distributions.
         """

@@ -102,8 +102,8 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
 
 
 def argmax_and_ties(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Returns `argmax_tokens(logits)`, and for each row whether another token has the same logit,
-    with one transfer to the host.
+    """Returns `argmax_tokens(logits)`, and for each row whether a second token has the largest
+    logit, with one transfer to the host.
 
     Ties are only looked for in half precision, where rounding makes them: a forward pass over
     another number of tokens may break them differently. In float32 no row counts as tied.
@@ -126,7 +126,7 @@ def entropy_and_top_prob(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     """Computes the entropy (nats) and the largest probability of distributions, each [...], from
     logits [..., vocabulary].
 
-    The distributions are taken at temperature 1, without top-k, top-p and min-p.
+    The distributions are taken at temperature 1, without filters.
     """
     log_probs = logits.float().log_softmax(dim=-1)
     log_probs.clamp_min_(-1e30)  # 0 * -inf would be NaN; 0 * -1e30 is the 0 that it should be
@@ -172,7 +172,7 @@ def signals(
     unpenalised: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Computes the signals in `names` of drafted `tokens` [...]. Returns each by name as a tensor
-    [...] on the device.
+    [...] on the device; `entropy` and `top_prob` come together if either is asked for.
 
     `logits` [..., vocabulary] are the draft model's, from which the tokens were chosen.
     `unpenalised` are its logits without penalties (such as a repetition penalty); None if `logits`
@@ -180,8 +180,7 @@ def signals(
     in greedy decoding.
 
     - `entropy` (nats), `top_prob` (largest probability) and `margin` (largest minus second largest)
-      are of the draft model's own distribution: without penalties, at temperature 1, without top-k
-      and top-p.
+      are of the draft model's own distribution: at temperature 1, without penalties and filters.
     - `prob` is the token's probability in the distribution that it was chosen from: `probs`, or in
       greedy decoding the softmax of `logits`, penalties included, as in transformers' assisted
       generation. If `unpenalised` has more columns than `logits`, for tokens that cannot be
@@ -210,8 +209,8 @@ def signals(
 
 
 def is_forbidden(logits: torch.Tensor) -> bool:
-    """Whether all logits of a row of `logits` [..., vocabulary] are -inf, because penalties forbid
-    all tokens."""
+    """Whether some row of `logits` [..., vocabulary] has only -inf, because penalties forbid all
+    tokens."""
     return bool((logits.amax(dim=-1) == -torch.inf).any())
 
 
@@ -230,8 +229,8 @@ def overlap_and_kl(target: torch.Tensor, draft: torch.Tensor) -> tuple[list[floa
     for each drafted token.
 
     p are the target's probabilities and q the draft's, from logits [tokens, vocabulary] at
-    temperature 1 (no top-k or top-p). Vocabulary entries that the draft model lacks have q = 0. KL
-    is limited to 1e30; it is infinite where p = 0 and q > 0.
+    temperature 1, without filters. Vocabulary entries that the draft model lacks have q = 0. KL is
+    limited to 1e30; it is infinite where p = 0 and q > 0.
     """
     p = target.float().log_softmax(dim=-1)
     q = move(draft, target.device).float().log_softmax(dim=-1)

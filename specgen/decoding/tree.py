@@ -135,7 +135,8 @@ class DraftTree(Tree):
         """Returns a draft with some `nodes` of the tree, in this order, in which each has to come
         after its parent; None: all nodes.
 
-        `reason` says why the draft ended; `fields` are further fields of `Draft` by name.
+        `reason` says why the draft ended; `fields` are further fields of `Draft` by name. Raises
+        RunError if the logits held a NaN.
         """
         nodes = range(len(self.tokens)) if nodes is None else nodes
         if not nodes:

@@ -27,7 +27,7 @@ class Verifier(Protocol):
         context and after each node.
 
         The logits after a chain's last token may be missing; a fully accepted draft then gets no
-        bonus token.
+        bonus token. Raises RunError if the logits hold a NaN.
         """
 
 
@@ -52,13 +52,13 @@ class RejectionSampling:
     target draws the same. Lossless.
 
     For chains and trees. p are the target's probabilities and q the draft model's, after
-    temperature, top-k and top-p. The first n nodes, as many as the draft has `probs` for, are a
-    chain drawn from q. Token i of this chain is accepted with probability min(1, p_i / q_i). After
-    the first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al.
-    2023); after a chain without rejection, from p. The other nodes were not drawn at random. If one
-    of them follows the last accepted node and has the token that the target has drawn, it is
-    accepted, and the target draws a token after it from p. This is repeated until no node has the
-    target's token.
+    temperature and filters. The first n nodes, as many as the draft has `probs` for, are a chain
+    drawn from q. Token i of this chain is accepted with probability min(1, p_i / q_i). After the
+    first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023);
+    after a chain without rejection, from p. The other nodes were not drawn at random. If one of
+    them follows the last accepted node and has the token that the target has drawn, it is accepted,
+    and the target draws a token after it from p. This is repeated until no node has the target's
+    token.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -109,9 +109,9 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
     """Returns the verdict with `agreement`: how close target's and draft model's distributions are
     at each drafted token.
 
-    They are the models' own distributions: without penalties, at temperature 1, without top-k and
-    top-p. A draft without logits (of a drafter without a model, or if nothing is recorded) gets the
-    verdict back unchanged.
+    They are the models' own distributions: at temperature 1, without penalties and filters. A draft
+    without logits (of a drafter without a model, or if nothing is recorded) gets the verdict back
+    unchanged.
     """
     if draft.logits is None:
         return verdict
@@ -131,9 +131,9 @@ def own_tokens(
     """Returns a function from a row number to a token drawn from this row of `logits` [rows,
     vocabulary]; -1 if the row holds a NaN.
 
-    The token is drawn after temperature, top-k and top-p. The function may be called once for each
-    row. On a CPU each call draws one token; on a GPU the first call draws the tokens of all rows,
-    for a single transfer.
+    The token is drawn after temperature and filters. The function may be called once for each row.
+    On a CPU each call draws one token; on a GPU the first call draws the tokens of all rows, for a
+    single transfer.
     """
 
     def draw_one(row: int) -> int:
@@ -161,7 +161,7 @@ def accept_prefix(
     the token after them.
 
     `count` is an integer scalar on the device. `output` holds the target's logits after the context
-    and after each token.
+    and after each token. Raises RunError as `make_verdict` does.
     """
     logits = output.logits.index_select(0, count[None])[0]
     if sampling.greedy:
@@ -182,7 +182,8 @@ def match_path(
     - 1. It is called once for each row on the accepted path. `rows` is the number of rows: the one
     after a chain's last node may be missing, and then a fully accepted chain gets no token after
     it. The first `drawn` nodes, a chain, have been verified already: the first `accepted` of them
-    are accepted, the others are not.
+    are accepted, the others are not. Raises RunError if a choice is -1, which means that the
+    target's logits held a NaN.
     """
     path = list(range(accepted))
     if accepted == rows:

@@ -106,8 +106,8 @@ class BlockRunner(SizedRunner, ABC):
         with `logits` [rows, vocabulary]."""
 
     def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
-        """Returns the output after each of `tokens`, the context's last one or drafted ones; `rows`
-        are those of the same levels. Here it is the rows, whatever the tokens are."""
+        """Returns the output after each of `tokens`, the context's last one or drafted ones, from
+        `rows`, the rows of their levels. By default these themselves."""
         return rows
 
     def reserve(self, capacity: int) -> None:
@@ -146,7 +146,8 @@ class PardRunner(BlockRunner):
     `mask` is the id of the mask token. The logits after the context's last token and after each
     mask are the rows. When drafted tokens are accepted, they are run as real tokens in place of
     their masks. The number of masks follows the lengths of the last drafts; if a draft gets longer,
-    its further rows take another pass.
+    its further rows take another pass. Raises SpecgenError if the model has no embedding for
+    `mask`.
     """
 
     def __init__(

@@ -15,14 +15,14 @@ from specgen.engine.forward_pass import NO_NODES, Cache, ForwardPass, TreeNodes,
 PREFILL_CHUNK = 1024  # tokens per forward pass over a long prompt: bounds the activations' memory
 _LEAST_REPORTED = 128  # tokens; a shorter prompt takes no long time
 _SMALLEST_CHUNK = 256  # fewer would be slower
-# most numbers in a pass's mask: bounds its memory; smaller chunks take 10 % more time
-_MASK_NUMBERS = PREFILL_CHUNK << 15
+# most elements of a pass's mask: bounds its memory; smaller chunks take 10 % more time
+_MASK_ELEMENTS = PREFILL_CHUNK << 15
 
 
 def chunk_size(cached: int) -> int:
     """Returns how many tokens of a long prompt to run in one pass if `cached` tokens are in the KV
     cache already: fewer after many."""
-    size = _MASK_NUMBERS // (cached + PREFILL_CHUNK)
+    size = _MASK_ELEMENTS // (cached + PREFILL_CHUNK)
     return min(PREFILL_CHUNK, max(size - size % 64, _SMALLEST_CHUNK))
 
 
@@ -217,7 +217,7 @@ def matching_path(draft: TreeNodes, tokens: Sequence[int]) -> list[int]:
 def common_prefix_length(
     left: Sequence[int], right: Sequence[int], limit: int | None = None
 ) -> int:
-    """Returns how many numbers at the beginning are the same in `left` and `right`, at most `limit`
+    """Returns how many elements at the beginning of `left` and `right` are equal, at most `limit`
     (None: no limit)."""
     limit = min(len(left), len(right)) if limit is None else min(limit, len(left), len(right))
     # one comparison of lists is the fast path; a range never equals a list

@@ -80,11 +80,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_draft_device(name: str | None, target_name: str, target: torch.device) -> torch.device:
-    """Returns the draft model's device, named `name`. None: a second GPU if the target's was chosen
-    by `auto`, else the target's device.
+    """Returns the draft model's device: `name`, as for `pick_device`, or if that is None a second
+    GPU where the target's was chosen by `auto`, else the target's device.
 
     `target_name` is the name that the device `target` was chosen by. Raises SpecgenError as
-    `pick_device`.
+    `pick_device`, and for `auto-map`.
     """
     if name == AUTO_MAP:
         raise SpecgenError(
@@ -124,8 +124,8 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a tensor in the CPU's memory, and waits for it. From a GPU, it is copied
-    through page-locked memory."""
+    """Returns the tensor in the CPU's memory: itself if it is there, or else a copy, for which the
+    host waits. From a GPU, it is copied through page-locked memory."""
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
@@ -282,15 +282,16 @@ def pick_threads(work: Callable[[], object]) -> Sample[ThreadChoice]:
     """Chooses the smallest number of CPU threads with which `work` is nearly as fast as with the
     fastest number. Returns a sample of this choice.
 
-    The sample's spread is that of the times, or the time with one thread over its own processor
-    time if that is more: beside busy programs all times may be long, and evenly, but the thread
-    then waits for a processor. It is infinite where nothing is timed.
-
     `work` runs a round of decoding with the loaded models. Tries one thread, half of torch's number
     and all of it. A small model gains little from a second thread, and on a busy machine threads
     wait for each other at every matrix product, which was measured to be twenty times slower.
-    Returns torch's present number if the user has set `OMP_NUM_THREADS` (then `work` is not run),
-    or if `work` takes more than `_MAX_SECONDS`, as with a large model.
+
+    The choice is torch's present number if this is 1 or the user has set `OMP_NUM_THREADS`, without
+    running `work`, and also if `work` takes more than `_MAX_SECONDS`, as with a large model.
+
+    The sample's spread is the largest of those of the times, or, if that is more, the time with one
+    thread divided by its own processor time: beside busy programs all times may be long, and
+    evenly, but the thread then waits for a processor. It is infinite where `work` is not run.
     """
     all_threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:

@@ -50,8 +50,9 @@ class Cache(Protocol):
     capacity: int
 
     def restorable(self, length: int) -> int:
-        """Returns the largest length, at most `length`, to which the cache can be rolled back: 0 if
-        a layer's state has moved past it. `length` entries are valid."""
+        """Returns the largest length, at most `length`, to which the cache can be rolled back. It
+        is less than `length`, often 0, if a recurrent layer's state has moved past it. `length`
+        entries are valid."""
         ...
 
     def gather(self, indices: Sequence[int], start: int) -> None:
@@ -139,8 +140,8 @@ class ModelOutput(NamedTuple):
     `hidden_states` [n, width] are the LM head's inputs; None if the model was run by transformers'
     own `forward`, which does not return them. `features` [m, ...] are the hidden states that `taps`
     of `engine.model.Model.forward` ask for, of all m tokens of the pass; None without taps.
-    `unrestricted` [n, vocabulary + m] is for a draft model with another tokenizer: its logits
-    without penalties, also those of its m tokens that the target lacks and that cannot be drafted.
+    `unrestricted` [n, vocabulary + k] is for a draft model with another tokenizer: its logits
+    without penalties, also those of its k tokens that the target lacks and that cannot be drafted.
     None if there are none.
     """
 

@@ -26,8 +26,8 @@ def model_folder(
     remote_code: bool,
     announce: Callable[[str], None],
 ) -> Path:
-    """Returns what `model_path` does, for what is no model but a head. Raises SpecgenError for a
-    GGUF file too."""
+    """Returns the folder of a head, found or downloaded as `model_path` does it. Raises
+    SpecgenError as it does, and for a GGUF file."""
     path = model_path(name, revision, offline, remote_code, announce)
     if path.is_file():
         raise SpecgenError(
@@ -47,12 +47,13 @@ def model_path(
     """Returns the local folder with a model's files, or the (first) file of a GGUF model; downloads
     what is not there.
 
-    `name` is a folder, a GGUF file, or a Hugging Face id. A colon and a file's name, or a tag in it
-    such as Q4_K_M, name one of several GGUF models in a folder or a repository; an existing path
-    wins. `revision` is a branch, tag or commit on the hub (None: its main branch). `offline` uses
-    only what was downloaded earlier. `remote_code` also downloads the repository's Python files.
-    `announce` is called with a message before a download. Raises SpecgenError if there is no such
-    model, or if several are meant, and RunError if the download fails.
+    `name` is a folder, a GGUF file, or a Hugging Face id, which `@` and a revision may follow. A
+    colon and a file's name, or a tag in it such as Q4_K_M, name one of several GGUF models in a
+    folder or a repository; an existing path wins. `revision` is a branch, tag or commit on the hub
+    (None: its main branch). `offline` uses only what was downloaded earlier. `remote_code` also
+    downloads the repository's Python files. `announce` is called with a message before a download.
+    Raises SpecgenError if there is no such model, or if several are meant, and RunError if the
+    download fails.
     """
     if not name.strip():
         raise SpecgenError("a model's name is empty", "Name a model id or a folder")
@@ -143,8 +144,8 @@ def _local_file(name: str, revision: str | None) -> Path:
 
 
 def head_folder(name: str | Path, offline: bool, announce: Callable[[str], None]) -> Path:
-    """Returns the folder of a trained head: `name` itself if it exists, otherwise the folder that
-    `model_folder` finds or downloads."""
+    """Returns `name` if there is such a path, otherwise the folder of the head that `model_folder`
+    finds or downloads. Raises SpecgenError as it does."""
     path = Path(name).expanduser()
     return path if path.exists() else model_folder(str(name), None, offline, False, announce)
 

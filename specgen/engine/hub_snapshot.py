@@ -27,11 +27,12 @@ class UnreachableError(SpecgenError):
 
 
 def copied_snapshot(name: str) -> Path | None:
-    """Returns the snapshot of a cached repository's main branch where the cache does not say which
-    it is: the only one there is, or the one that refs/main names with a line feed at its end. None
-    if huggingface_hub finds it.
+    """Returns the folder of a cached repository's main branch where huggingface_hub does not find
+    it: caches that were copied or written by hand may lack the file refs/main, or have a line feed
+    at its end.
 
-    Caches that were copied or written by hand lack that file, or have it so.
+    Without refs/main it is the only snapshot. None if huggingface_hub finds the main branch itself,
+    or if there is no such snapshot.
     """
     repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     try:

@@ -28,7 +28,7 @@ from specgen.engine.text.translation import Translation, same_tokens
 
 class LoadedModel:
     """A model on its device, ready to decode with. Its weights are loaded at the first use of
-    `model`, which `load_model` makes.
+    `model`; `load_model` loads them at once.
 
     Weights may never be needed in this process: plain decoding has no draft model, and PEARL's may
     run in a process of its own. All else is known without weights.
@@ -119,7 +119,7 @@ class LoadedModel:
     @cached_property
     def transformers_module(self) -> Any:
         """This model as transformers' own object, with the same dtype and device. Its weights are
-        loaded again if the model is native."""
+        loaded again if the model is native. Raises SpecgenError as `model` does."""
         from specgen.engine.transformers.loading import load_module
         from specgen.engine.transformers.transformers_model import TransformersModel
 
@@ -166,7 +166,7 @@ class LoadedModel:
 
     @property
     def layer_devices(self) -> list[torch.device] | None:
-        """The device of each layer if they are on several."""
+        """The device of each layer if they are on several, else None."""
         return self._placed if len(self._placed) > 1 else None
 
     @property
@@ -211,8 +211,8 @@ def load_model(
     """Loads a model's weights onto its device, or onto several; see `LoadedModel` for `devices` and
     `is_sharded`.
 
-    Raises SpecgenError for weights that are damaged or no safetensors, or if the model's KV cache
-    cannot be rolled back; RunError if memory is short.
+    Raises SpecgenError for weights that are damaged, or neither safetensors nor GGUF, or if the
+    model's KV cache cannot be rolled back; RunError if memory is short.
     """
     count = len(set(devices))
     where = f" on {count} devices, without CUDA graphs" if count > 1 else ""

@@ -161,21 +161,22 @@ class Model(Protocol):
         """Returns a function that runs some of the layers (None: all), then the final norm and the
         LM head, on a forward pass.
 
-        `inputs` returns the hidden states that enter the first of the layers; None: the token
-        embeddings enter. Without the head (`with_head` False) the output's `hidden_states` are
-        those after the last layer, and its `logits` mean nothing.
+        `layers` may be named only after `check_layers` has raised nothing. `inputs` returns the
+        hidden states that enter the first of the layers; None: the token embeddings enter. Without
+        the head (`with_head` False) the output's `hidden_states` are those after the last layer,
+        and its `logits` mean nothing.
 
         `taps` can be given if all layers are run. The output's `features` [m, len(taps) * width]
         then have, for each of the m tokens of the pass, one hidden state for each number in `taps`:
         the input of the layer with this index, or for `num_layers` the output of the final norm.
-        transformers' `hidden_states` have the same indices. Raises SpecgenError if this needs to
-        run layers one by one (all uses but that of the whole model without taps) and the model does
-        not allow it.
+        transformers' `hidden_states` have the same indices. Raises SpecgenError if the model cannot
+        give the hidden states that `taps` name, or cannot leave out a part of a layer.
         """
         ...
 
     def batch_cache(self, sequences: int) -> Cache:
-        """Returns an empty KV cache for so many sequences, for all layers."""
+        """Returns an empty KV cache for so many sequences, for all layers. Raises SpecgenError if
+        the model can run one sequence only."""
         ...
 
     def batch(
@@ -191,7 +192,8 @@ class Model(Protocol):
         other arguments are as in `forward`.
 
         The output's tensors are [batch, n, ...]; `logits` are those of each sequence's last
-        `logits_to_keep` tokens (None: all).
+        `logits_to_keep` tokens (None: all). Raises SpecgenError for a model that is split over
+        processes.
         """
         ...
 

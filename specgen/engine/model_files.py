@@ -34,8 +34,8 @@ _EXPERT = re.compile(r"(^|\.)experts\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """What the user named of a model: its `name`, a Hugging Face id or a folder, and options.
-    `is_bundled`: it comes with specgen, and is called `demo/target` or `demo/draft`.
+    """What the user named of a model: its `name`, a Hugging Face id, a folder or a GGUF file, and
+    options. `is_bundled`: it comes with specgen, and is called `demo/target` or `demo/draft`.
 
     `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids
     downloads. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for
@@ -106,8 +106,8 @@ class ModelFiles:
 
     @property
     def active_parameters(self) -> int:
-        """How many numbers of the weights a token's pass reads: of experts, those of the chosen
-        ones."""
+        """How many elements of the weights the pass of one token reads: of experts, those of the
+        chosen ones."""
         count, chosen = self.experts or (1, 1)
         each = ((name, size) for name, size in self.parameters.items())
         return sum(size * chosen // count if _EXPERT.search(name) else size for name, size in each)
@@ -142,10 +142,10 @@ class ModelFiles:
 
     @cached_property
     def parameters(self) -> Mapping[str, int]:
-        """How many numbers each weight has, by its name, as the headers of the files say. Raises
+        """How many elements each weight has, by its name, as the headers of the files say. Raises
         SpecgenError for damaged files.
 
-        Quantised weights are packed in the files; their numbers are those of the model that
+        Quantised weights are packed in the files; their elements are those of the model that
         transformers would build.
         """
         if self.quantisation is not None:
@@ -179,8 +179,8 @@ def find_model(
     """Finds or downloads a model's files, and reads its config and tokenizer. `announce` is called
     with one line per step, `on_mps` is as for `describe`.
 
-    Raises SpecgenError if the model does not exist, is no decoder-only model, or cannot run on the
-    backend that the source names.
+    Raises SpecgenError if the model does not exist, is no decoder-only model, cannot run on the
+    backend that the source names, or was made for fewer tokens than the source's `context`.
     """
     announce(f"looking for {source.name}")
     folder = folder_of(source, announce)
@@ -199,7 +199,7 @@ def find_model(
 
 def folder_of(source: ModelSource, announce: Callable[[str], None]) -> Path:
     """Returns the folder or GGUF file of a model, which is downloaded if need be. `announce` is
-    called with one line per step. Raises SpecgenError if there is none."""
+    called with one line per step. Raises SpecgenError as `model_path` does."""
     if source.is_bundled:
         return demo.folder(source.name.removeprefix("demo/"))
     return model_path(
@@ -211,7 +211,8 @@ def describe(folder: Path, source: ModelSource, *, on_mps: bool = False) -> Mode
     """Reads the config of the model in `folder` and chooses the backend.
 
     `on_mps`: the model is to run on an Apple GPU, where the backend `auto` is transformers, as the
-    native decoder was never run there. Raises SpecgenError as `find_model` does.
+    native decoder was never run there. Raises SpecgenError for a damaged config, and for a model
+    that is no decoder-only one or that the backend named by `source` cannot run.
     """
     raw = read_config(folder, source.name)
     name = source.name

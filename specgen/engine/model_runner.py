@@ -379,8 +379,8 @@ class Runners(NamedTuple):
 
     `target` verifies. `draft` runs the draft model, or the part of the target that drafts; None if
     none does. A trained part reads the hidden states (or keys and values) that `target` keeps. For
-    early exit, `first` runs the layers that both share, and `predictor` predicts whether drafted
-    tokens are accepted; None otherwise.
+    early exit, `first` runs the layers that target and draft share; None otherwise. `predictor`
+    predicts whether drafted tokens are accepted; None without one.
     """
 
     target: TargetRunner

@@ -43,7 +43,7 @@ AGAIN = "Download or save it again"
 # smaller files are copied, so that one that is written again cannot change the tensors
 _COPIED_BYTES = 1 << 26
 # read at three places of each tensor for a fingerprint, as further training changes nearly every
-# number
+# element
 _SAMPLE_BYTES = 256
 _MAX_HEADER_BYTES = 1 << 28
 
@@ -124,7 +124,7 @@ class WeightFiles:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """The text in the header of the first file."""
+        """The metadata in the header of the first file, by name; empty if there is none."""
         with reading_weights(self.owner):
             return (
                 self._file(next(iter(self._paths.values()))).metadata() or {} if self._paths else {}
@@ -185,7 +185,7 @@ class WeightFiles:
 
     def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
         """Returns those rows (`dimension` 0) or columns (1) of a tensor that are in `ranges`, as a
-        copy. Reads nothing else."""
+        copy. Reads nothing else. Raises SpecgenError as `take` does."""
         self._check_complete([name])
         with reading_weights(self.owner):
             stored = self._slice(name)
@@ -234,8 +234,9 @@ class WeightFiles:
 def model_files(
     folder: Path, owner: str, device: torch.device, names: Mapping[str, str]
 ) -> WeightFiles:
-    """Returns the tensors of a model by their names without a prefix such as `model.`, or that of a
-    text part (`language_model.`), and renamed by the family's `names` (see `renamed`)."""
+    """Opens a model's tensors under their names without a prefix such as `model.` or
+    `language_model.`, renamed by the family's `names` (see `renamed`). Raises SpecgenError as
+    `WeightFiles` does."""
 
     def name_of(key: str) -> str:
         return renamed(_PREFIX.sub("", key, count=1), names)

@@ -142,8 +142,8 @@ class LoadedModels:
         return cast("K", self._kept[kind])
 
     def penalties(self, device: torch.device | None = None) -> PenaltyProcessor | None:
-        """Returns what applies the target's penalties to logits on a device (None: its own); None
-        if it has none."""
+        """Returns the processor that applies the target's penalties to logits on `device` (None:
+        the target's); None if the target has no penalties."""
         return self.target.penalties(device or self.target.device, self._target_runner.vocab_size)
 
     def checked(self, schedule: Schedule) -> Schedule:
@@ -192,7 +192,7 @@ class LoadedModels:
         self.forget()
 
     def reserve(self, capacity: int) -> None:
-        """Makes the KV caches of all later runs large enough for `capacity` tokens at once."""
+        """Has all later runs allocate their KV caches for at least `capacity` tokens."""
         self._reserved = max(self._reserved, capacity)
 
     def forget(self) -> None:

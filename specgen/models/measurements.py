@@ -176,8 +176,9 @@ class Measurements:
         return rounds
 
     def set_threads(self, work: Callable[[], Mapping[int, float]], *, remembered: bool) -> None:
-        """Sets torch's number of CPU threads for the whole process: the one in the file if
-        `remembered`, else see `pick_threads`.
+        """Sets torch's number of CPU threads for the whole process: the one that `get` finds, or
+        else the one that `pick_threads` chooses. Unless `remembered`, it is chosen anew if the
+        machine is not busy.
 
         `work` is a round of decoding with these models, and returns the seconds of the target's
         passes by their number of tokens. Runs compare theirs with them: with a number that was

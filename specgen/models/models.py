@@ -44,7 +44,7 @@ class Worker(Protocol):
     threads: int | None
 
     def ready(self) -> object:
-        """Waits until the draft model is loaded."""
+        """Waits until the draft model is loaded. Raises SpecgenError if it cannot be."""
 
     def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> ParallelDrafter:
         """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy`
@@ -82,7 +82,7 @@ class Models(Protocol):
         """Returns the runners of the target and of the draft model, whose weights are loaded at the
         first call.
 
-        None if there is no draft model.
+        None if there is no draft model. Raises SpecgenError if its weights cannot be loaded.
         """
         ...
 
@@ -103,13 +103,14 @@ class Models(Protocol):
         """Returns the target's runner, and one that drafts with the target without the layers in
         `skip`, such as `3+5a+7m`.
 
-        Raises SpecgenError if the target's layers cannot be run one by one.
+        Raises SpecgenError if `skip` names no layers of the target, or if they cannot be run one by
+        one.
         """
         ...
 
     def worker(self) -> Worker | None:
         """Returns what runs the draft model during the target's passes (PEARL). None if there is no
-        draft model."""
+        draft model. Raises SpecgenError if the models are closed."""
         ...
 
     def kept(self, kind: type[K]) -> K:

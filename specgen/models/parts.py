@@ -37,9 +37,9 @@ class PartStore:
     the one that the user named with --exit-layer or --head, otherwise the one found for this
     target.
 
-    `runner` is the target's own runner; parts that need no other hidden states
-    than it keeps share it. `penalties` makes a logits processor (None: no penalties). `is_bundled`:
-    the target is the small model that comes with specgen, with trained parts.
+    `runner` is the target's own runner, which parts share if they need no hidden states but those
+    that it keeps. `penalties` makes a logits processor (None: no penalties). `is_bundled`: the
+    target is the small model that comes with specgen, with trained parts.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PartStore:
 
     def has_predictor(self, name: str = DEFAULT_PART) -> bool:
         """Whether the exit layer `name` exists and has a predictor of whether a drafted token is
-        accepted."""
+        accepted. Raises SpecgenError as `load` does."""
         part = self.load("exit", name)
         return part is not None and part.has_predictor
 

@@ -78,7 +78,7 @@ class DraftProcess:
     Unlike with `multiprocessing`, the user's script is not run again in the child, which has no
     stdin or terminal and ignores Ctrl-C. The child ends with `close`, when this object is deleted,
     or when the parent process ends for any reason. `memory` is a file without a name, which both
-    processes map.
+    processes map. Raises RunError if the system cannot start the child.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,8 @@ class DraftProcess:
 
     def shown(self, serial: int, count: int) -> list[int]:
         """Waits until the draft that this request asked for has `count` tokens or is complete.
-        Returns its first `count` tokens."""
+        Returns its first `count` tokens; fewer if it has fewer. Raises RunError if the worker has
+        ended."""
         end = DRAFTED + count
 
         def is_there() -> bool:

@@ -84,8 +84,8 @@ class DraftWorker:
     ) -> DraftWorker:
         """Returns a worker that runs the draft model in this process.
 
-        If `target`, the target's device, is a GPU that the draft model is on too, it runs on a CUDA
-        stream of its own; otherwise the models take turns.
+        If the target's device, `target`, is a GPU and also the draft model's device, the draft
+        model runs on a CUDA stream of its own; otherwise the models take turns.
         """
         is_shared = target is not None and target.type == "cuda" and runner.device == target
         return cls(_Here(runner, has_stream=is_shared))
@@ -94,7 +94,7 @@ class DraftWorker:
         """Waits until the draft model is loaded, and starts the process if none is alive. Returns
         what requests are sent to.
 
-        Raises SpecgenError if the model cannot be loaded.
+        Raises SpecgenError if the process cannot be started or the model not be loaded.
         """
         if isinstance(self._channel, _Here):
             return self._channel
@@ -120,7 +120,7 @@ class DraftWorker:
         and returns its offset in bytes.
 
         If no other run is active, also lowers this process's number of CPU threads, to leave the
-        worker its share.
+        worker its share. Raises RunError if there is no room for the shared memory.
         """
         offset = max(self._region_ends.values(), default=SIZE)
         end = offset + shared.size

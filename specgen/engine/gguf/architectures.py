@@ -111,15 +111,15 @@ class Architecture:
     """An architecture of GGUF files.
 
     `model_type` is that of config.json, and `describe` returns the fields of config.json that are
-    particular to it. `is_partial`: a part of each head may be rotated.
+    particular to it. `is_partial`: only a part of each head may be rotated.
 
-    `names` has the native decoder's names of tensors by llama.cpp's: those of a layer without
-    `model.layers.N.`. They are the names in safetensors files, but for families that call their
-    tensors otherwise than a Llama (`Family.names`). A key with an ending such as `.bias` stands for
-    the whole name, one without for all endings. `{}` in a name is the number of an expert: the
-    stored tensor has those of all.
-    `changes` has, by the same keys, what makes the model's tensor of the stored one; names in
-    `joined` are of tensors that are made of two stored ones.
+    `names` maps llama.cpp's names of tensors to those of the native decoder, which are a Llama's in
+    safetensors files. Names of a layer's tensors lack `model.layers.N.`. A key with an ending, such
+    as `.bias`, is a whole name; one without stands for the names with `.weight` and with `.bias`.
+    `{}` in a name is the number of an expert: the stored tensor has those of all experts.
+
+    `changes` has by the same keys what makes the model's tensor of the stored one. `joined` are the
+    model's names of tensors that are made of two stored ones.
     """
 
     model_type: str
@@ -141,7 +141,8 @@ class Architecture:
         return f"{names[stem]}.{end}"
 
     def change(self, stored: str, metadata: Metadata) -> Change | None:
-        """Returns what makes the model's tensor of a stored one; None if both are the same."""
+        """Returns what makes the model's tensor of the stored one with this name; None if that is
+        the model's already."""
         make = self.changes.get(stored) or self.changes.get(stored.rpartition(".")[0])
         return None if make is None else make(metadata)
 

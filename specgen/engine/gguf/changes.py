@@ -1,6 +1,7 @@
 """What turns tensors as llama.cpp stores them into those of the model's safetensors files.
 
-Each function takes the file's metadata and returns a `Change`.
+Each function takes the file's metadata and returns a `Change`. Those of the gated delta rule raise
+SpecgenError for metadata that is missing or does not fit together.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Change = Callable[..., torch.Tensor]
 
 
 def in_halves(key: str, metadata: Metadata) -> Change:
-    """For queries or keys, whose heads are stored for a rotation of neighbours. `key` is that of
-    the number of heads."""
+    """For queries or keys: the two rows of a rotated pair, stored as neighbours, are moved half a
+    head apart. `key` is the metadata key of the number of heads."""
     heads = metadata.per_layer(key, metadata.per_layer("{arch}.attention.head_count"))
     return partial(_rows_in_halves, heads=heads)
 
@@ -36,7 +37,7 @@ def _rows_in_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def less_one(metadata: Metadata) -> Change:
-    """For norms that multiply by 1 + weight, which is what is stored."""
+    """For norms that multiply by 1 + weight: stored is 1 + weight."""
     return _without_one
 
 
@@ -45,7 +46,7 @@ def _without_one(weight: torch.Tensor) -> torch.Tensor:
 
 
 def convolution(metadata: Metadata) -> Change:
-    """For convolutions, which are stored without the inner dimension of 1."""
+    """For kernels [channels, 1, size], which are stored as [channels, size]."""
     return _with_inner
 
 
@@ -54,30 +55,36 @@ def _with_inner(kernels: torch.Tensor) -> torch.Tensor:
 
 
 def one_row(metadata: Metadata) -> Change:
-    """For matrices of one row, which are stored as vectors."""
+    """For matrices [1, width], which are stored as vectors."""
     return lambda weight: weight.reshape(1, -1)
 
 
 def interleaved(metadata: Metadata) -> Change:
-    """For the gate and up matrices [experts, inner, width] of all experts, whose rows take turns as
-    columns in the model."""
+    """Joins the gate and the up matrices [experts, inner, width] of all experts to [experts, width,
+    2 inner], in which columns of gate and up take turns."""
     return lambda gates, ups: torch.stack((gates, ups), dim=2).flatten(1, 2).transpose(1, 2)
 
 
 def interleaved_bias(metadata: Metadata) -> Change:
-    """For the biases [experts, inner] of these matrices."""
+    """Joins the biases [experts, inner] of gate and up projection to [experts, 2 inner], in which
+    they take turns."""
     return lambda gates, ups: torch.stack((gates, ups), dim=2).flatten(1, 2)
 
 
 def transposed(metadata: Metadata) -> Change:
-    """For the down matrices [experts, width, inner] that go with them."""
+    """For the down matrices [experts, inner, width] of all experts, which are stored as [experts,
+    width, inner]."""
     return lambda downs: downs.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a gated delta rule. Each of `keys` key heads of `key_size` numbers belongs to
-    `values` / `keys` value heads of `value_size` numbers."""
+    """The heads of a gated delta rule: `keys` key heads of `key_size` elements, and `values` value
+    heads of `value_size` elements. `values` / `keys` value heads share a key head.
+
+    In the model, the value heads of one key head follow each other. Stored are the first value
+    heads of all key heads, then the second ones, and so on.
+    """
 
     keys: int
     values: int
@@ -85,10 +92,8 @@ class DeltaHeads:
     value_size: int
 
     def grouped(self, stored: torch.Tensor, size: int) -> torch.Tensor:
-        """Returns the rows of all value heads, `size` of each, those of a key head together.
-
-        They are stored with the first value heads of all key heads before the second ones.
-        """
+        """Returns the `size` rows of each value head in the model's order, for those in the stored
+        order."""
         tiled = stored.view(self.values // self.keys, self.keys, size, *stored.shape[1:])
         return tiled.transpose(0, 1).reshape(stored.shape)
 
@@ -104,24 +109,28 @@ def delta_heads(metadata: Metadata) -> DeltaHeads:
 
 
 def grouped_heads(metadata: Metadata) -> Change:
-    """For what has a number for each value head."""
+    """For a tensor with one element or row for each value head: puts them into the model's order
+    (see `DeltaHeads`)."""
     return partial(delta_heads(metadata).grouped, size=1)
 
 
 def grouped_rows(metadata: Metadata) -> Change:
-    """For matrices with the rows of all value heads."""
+    """For a matrix with `value_size` rows for each value head: puts the heads into the model's
+    order."""
     heads = delta_heads(metadata)
     return partial(heads.grouped, size=heads.value_size)
 
 
 def grouped_columns(metadata: Metadata) -> Change:
-    """For matrices with the columns of all value heads."""
+    """For a matrix with `value_size` columns for each value head: puts the heads into the model's
+    order."""
     heads = delta_heads(metadata)
     return lambda weight: heads.grouped(weight.t(), heads.value_size).t()
 
 
 def grouped_last(metadata: Metadata) -> Change:
-    """For what has the rows of all queries and keys before those of the values."""
+    """For a matrix with the rows of all queries, of all keys, then of all values: puts the values'
+    heads into the model's order."""
     heads = delta_heads(metadata)
     others = 2 * heads.keys * heads.key_size
 
@@ -138,7 +147,7 @@ def grouped_convolution(metadata: Metadata) -> Change:
 
 
 def logarithms(metadata: Metadata) -> Change:
-    """For the rates of decay, of which the model has the logarithms."""
+    """For the rates of decay, stored with a minus sign: the model has their logarithms."""
     return _logarithm
 
 
@@ -152,8 +161,8 @@ def _logarithm(rates: torch.Tensor) -> torch.Tensor:
 
 
 def by_key_head(metadata: Metadata) -> Change:
-    """For the gates, and the queries, keys and values, which the model has for each key head
-    together."""
+    """Joins the matrix of all gates and the one of all queries, keys and values: for each key head
+    its queries, its keys, and the values and gates of its value heads."""
     heads = delta_heads(metadata)
     sizes = [heads.keys * heads.key_size] * 2 + [heads.values * heads.value_size]
 

@@ -153,10 +153,9 @@ def _is_harmless(common: Config, has_experts: bool, field: str, value: Any) -> b
 
 
 def _dtype(opened: GgufFile) -> str:
-    """Returns the dtype of most numbers in matrices; float32 if any matrix is quantised.
+    """Returns the dtype of most elements of matrices; float32 if any matrix is quantised.
 
-    llama.cpp keeps some small ones in float32, such as LFM2's convolutions, in files of 16-bit
-    numbers.
+    llama.cpp keeps some small ones in float32, such as LFM2's convolutions, in 16-bit files.
     """
     counts: Counter[torch.dtype] = Counter()
     for tensor in opened.tensors.values():

@@ -101,7 +101,8 @@ class UnreadTypeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file's header says. `metadata` has Python values; arrays are lists."""
+    """What a file's header says: the metadata as Python values by their keys (arrays are lists),
+    and where the tensors are, by their names."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]

@@ -18,9 +18,10 @@ T = TypeVar("T", int, str, bool)
 class Metadata:
     """The metadata of a GGUF file. `name` is what messages call the model.
 
-    The methods take a key, in which `{arch}` stands for the name of the model's architecture, and a
-    value for a key that is absent; without one, the key has to be there. They raise SpecgenError
-    for a value of another type. Every key that was asked for counts as read.
+    In the keys that the methods take, `{arch}` stands for the name of the model's architecture. A
+    `default` is the value of an absent key. The methods raise SpecgenError for a value of another
+    type, and for an absent key without a default; so does the constructor if the file names no
+    architecture. Every key that was asked for counts as read.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str) -> None:
@@ -42,15 +43,15 @@ class Metadata:
         return self._typed(key, bool, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a number. Files have numbers in float32; the shortest decimal fraction that they
-        stand for is returned, which is what the model's config.json said."""
+        """Returns an int as it is, and a float, which files have in float32, as the shortest
+        decimal fraction that it stands for: what the model's config.json said."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, "a number")
         return value if isinstance(value, int) else float(str(np.float32(value)))
 
     def list_of(self, key: str, kind: type[T]) -> list[T]:
-        """Returns a list of values of one type."""
+        """Returns a list of values of the type `kind`."""
         values = self._value(key, None)
         if not isinstance(values, list) or any(type(value) is not kind for value in values):
             raise self._wrong(key, f"a list, each of its values {_NAMES[kind]}")
@@ -67,8 +68,8 @@ class Metadata:
         return isinstance(self._values.get(self._key(key)), list)
 
     def per_layer(self, key: str, default: int | None = None) -> int:
-        """Returns a number that may be a list with one number for each layer, of which those above
-        0 have to be the same."""
+        """Returns a whole number that holds for all layers. The file may have a list of one for
+        each layer; those above 0 are then the same, or SpecgenError is raised."""
         if not self.is_list(key):
             return self.integer(key, default)
         sizes = {number for number in self.list_of(key, int) if number > 0}

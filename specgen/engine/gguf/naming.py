@@ -1,7 +1,7 @@
 """Which GGUF model a user means, by the names of files in a folder or a repository.
 
 A model is one file, or all parts of a split file. A user names a file, or a tag of its name such as
-Q4_K_M; of the only model nothing has to be said.
+Q4_K_M, or neither if there is only one model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MOST_LISTED = 8
 
 
 def split_selector(name: str) -> tuple[str, str | None]:
-    """Returns a model's name without what follows its first colon, and that; None if it has none.
+    """Returns what comes before the first colon in a model's name, and what comes after it (None:
+    there is no colon).
 
     Raises SpecgenError if what follows is empty, an absolute path, or leads out of the repository.
     """
@@ -43,7 +44,7 @@ def split_selector(name: str) -> tuple[str, str | None]:
 def gguf_in_folder(folder: Path, selector: str | None, name: str) -> Path | None:
     """Returns the (first) file of the GGUF model in a local folder; None if it holds none.
 
-    A folder with a safetensors model is none of GGUF, unless there is a `selector`. Raises
+    Without a `selector`, a folder with a safetensors model counts as holding none. Raises
     SpecgenError as `choose_gguf` does.
     """
     names = [path.name for path in files_in(folder, "*")]
@@ -67,11 +68,12 @@ def choose_gguf(
     name: str,
     separator: str = ":",
 ) -> tuple[str, ...] | None:
-    """Returns the files of the model that a user means, in order, of the `files` in one place.
+    """Returns those of the `files` in one folder or repository, in order, that are the model that a
+    user means.
 
     `selector` is a file's name, or a tag in it; None: the only model. Returns None if there is no
     selector and no GGUF model. Raises SpecgenError, which lists the models, if several are meant or
-    none. `separator` stands between `name`, what the place is called, and a file's name.
+    none. Messages call the place `name`, and a file in it `name`, `separator` and the file's name.
     """
     models = gguf_models(files)
     if selector is None and not models:

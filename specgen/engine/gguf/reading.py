@@ -45,19 +45,19 @@ class Reading:
 
     @property
     def rotated(self) -> int:
-        """How many numbers of each head are rotated."""
+        """How many elements of each head are rotated."""
         return self.metadata.integer("{arch}.rope.dimension_count", self.head_size)
 
     def has(self, tensor: str) -> bool:
         return tensor in self.opened.tensors
 
     def values(self, tensor: str) -> list[float]:
-        """Returns the numbers of a small tensor."""
+        """Returns the elements of a small tensor. Raises SpecgenError for a large one."""
         info = self.opened.tensors[tensor]
         if math.prod(info.shape) > 1 << 16:
             raise self.metadata.refuse(f"has {tensor} with {math.prod(info.shape):,} numbers")
-        numbers: list[float] = read_tensor(info, dtype=torch.float32).flatten().tolist()
-        return numbers
+        elements: list[float] = read_tensor(info, dtype=torch.float32).flatten().tolist()
+        return elements
 
     def scale(self, key: str, default: float = 1.0) -> float:
         """Returns a factor of the metadata; `default` if it is absent or 0, as in llama.cpp."""
@@ -65,9 +65,10 @@ class Reading:
 
 
 def rope(reading: Reading, is_partial: bool) -> Config:
-    """Returns the rotary settings of models that rotate all layers alike.
+    """Returns the field `rope_parameters` of config.json for a model that rotates all layers alike.
 
-    Raises SpecgenError if a part of each head is rotated, unless `is_partial`.
+    Raises SpecgenError if only a part of each head is rotated, unless `is_partial`, and as
+    `rope_scaling` does.
     """
     metadata = reading.metadata
     if reading.rotated != reading.head_size and not is_partial:
@@ -83,10 +84,10 @@ def rope(reading: Reading, is_partial: bool) -> Config:
 
 def rope_scaling(reading: Reading) -> Config:
     """Returns how the rotary frequencies are scaled, by the names in config.json's
-    `rope_parameters`."""
+    `rope_parameters`. Raises SpecgenError for a scaling that is not supported."""
     metadata = reading.metadata
     if reading.has(_ROPE_FACTORS):
-        return _factors(reading, _factor_numbers(reading, _ROPE_FACTORS))
+        return _factors(reading, _read_factors(reading, _ROPE_FACTORS))
     if reading.has(_LONG_FACTORS) and reading.has(_SHORT_FACTORS):
         return _longrope(reading)
     old = metadata.number("{arch}.rope.scale_linear", 1.0)  # its name in older files
@@ -132,8 +133,8 @@ def _longrope(reading: Reading) -> Config:
     original = metadata.integer("{arch}.rope.scaling.original_context_length", length)
     scaling: Config = {
         "rope_type": "longrope",
-        "short_factor": _factor_numbers(reading, _SHORT_FACTORS),
-        "long_factor": _factor_numbers(reading, _LONG_FACTORS),
+        "short_factor": _read_factors(reading, _SHORT_FACTORS),
+        "long_factor": _read_factors(reading, _LONG_FACTORS),
         "original_max_position_embeddings": original,
     }
     stored = metadata.number("{arch}.rope.scaling.attn_factor", 1.0)
@@ -145,7 +146,7 @@ def _longrope(reading: Reading) -> Config:
     return scaling
 
 
-def _factor_numbers(reading: Reading, tensor: str) -> list[float]:
+def _read_factors(reading: Reading, tensor: str) -> list[float]:
     """Returns the factors of the rotary frequencies in a tensor."""
     factors = reading.values(tensor)
     is_positive = all(0 < factor < math.inf for factor in factors)
@@ -190,8 +191,11 @@ def _llama3_factors(theta: float, count: int, factor: float) -> list[float]:
 
 
 def sliding_types(reading: Reading, pattern: int) -> list[str]:
-    """Returns the `layer_types` of a config.json: by default, all layers but each `pattern`-th one
-    have a sliding window."""
+    """Returns the `layer_types` of a config.json. Where the file does not say, each `pattern`-th
+    layer has full attention, and the others have a sliding window.
+
+    Raises SpecgenError if the file says it for another number of layers.
+    """
     metadata = reading.metadata
     count = reading.layers
     key = "{arch}.attention.sliding_window_pattern"

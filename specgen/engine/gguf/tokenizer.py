@@ -37,9 +37,12 @@ _NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What a file says about its tokenizer: its `description`, which is the content of a
-    tokenizer.json; its special tokens by name, such as bos_token; its chat template, or several by
-    name. `warning` is a sentence for the user, or None."""
+    """What a file says about its tokenizer.
+
+    `description` is the content of a tokenizer.json. `special_tokens` are the texts of special
+    tokens by name, such as bos_token. `template` is the chat template, or several by name; None:
+    there is none. `warning` is a sentence for the user, or None.
+    """
 
     description: Json
     special_tokens: Mapping[str, str]

@@ -133,7 +133,7 @@ class LayerKind:
 @dataclass(frozen=True, slots=True)
 class Recurrent:
     """The sizes of recurrent mixers: of a gated delta rule after a short convolution ("delta"), or
-    of one alone ("conv").
+    of a short convolution alone ("conv").
 
     `kernel_size` is the number of tokens that the convolution reads, `bias` whether it and the
     projections have one. `by_head`: the files store what is projected for each key head and its
@@ -150,7 +150,7 @@ class Recurrent:
 
     @property
     def channels(self) -> int:
-        """Of the delta rule's convolution: those of queries, keys and values."""
+        """The channels of the delta rule's convolution: those of queries, keys and values."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
@@ -181,7 +181,7 @@ class Mixture:
     `layout` says how the files store the experts' matrices. "separate": each on its own. "fused":
     one tensor with the gate and up matrices of all experts [count, 2 size, width]. "interleaved"
     (gpt-oss): one tensor [count, width, 2 size], in which gate and up take turns; there are also
-    biases, and an activation with the parameters `alpha` and `limit` (gates are clamped).
+    biases, and an activation with the parameters `alpha` and `limit` (gates and ups are clamped).
 
     With `own_norms` (Gemma 4), router, experts and shared MLP each have a norm of their own before
     them, the latter two also one after them, and a learned factor scales each expert's output.
@@ -356,11 +356,11 @@ class Fields:
         window: int | None,
         strict: bool = False,
     ) -> Changes:
-        """Returns the kinds of the layers, with a window of `window` tokens in each layer for which
-        `sliding` is true.
+        """Returns the change of `Architecture.layers`: `layers`, with a window of `window` tokens
+        in those for which `sliding` is true, and with none in the others.
 
-        With `strict`, such layers must not be without a window; otherwise None means that they see
-        all tokens.
+        `window` None: all layers see all tokens; with `strict`, this is refused if `sliding` is
+        true for a layer.
         """
         if strict and window is None and any(sliding):
             raise self.refuse("sliding_window")

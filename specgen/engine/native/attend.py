@@ -36,10 +36,11 @@ def attend(
     * group, m], where row i * group + g belongs to token i and to the g-th query head of its group;
     if n is `WIDE` or more, it is [n, m]. None: every query sees every key. `CAUSAL` may be given in
     place of a mask if scores are not capped, on a GPU with `has_causal_kernel`. `score_cap` c
-    limits the scores to c tanh(score / c) before the mask (Gemma 2). `fused` always takes torch's
-    fused attention, also where separate products are faster, and adds up capped scores in blocks of
-    keys: then the result of a row does not depend on how many blocks of keys follow those that it
-    sees.
+    limits the scores to c tanh(score / c) before the mask (Gemma 2). `sinks` [heads] are logits
+    that take part in the softmax of each head's scores and have no value (gpt-oss). `fused` always
+    takes torch's fused attention, also where separate products are faster, and adds up capped
+    scores in blocks of keys: then the result of a row does not depend on how many blocks of keys
+    follow those that it sees.
     """
     tokens, heads, size = query.shape
     kv_heads = keys.shape[0]
@@ -130,7 +131,7 @@ def attend_batch(
     size].
 
     `query` is [batch, n, heads, head size], `keys` and `values` are [batch, kv heads, m, head
-    size], `mask` is [batch, 1, n, m]. `score_cap` is as for `attend`.
+    size], `mask` is [batch, 1, n, m]. `score_cap` and `sinks` are as for `attend`.
     """
     batch, tokens, heads, size = query.shape
     group = heads // keys.shape[1]

@@ -67,7 +67,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     """Returns the contents of config.json in a model's folder, or what a GGUF file says in its
     place. `name` is what messages call the model.
 
-    Raises SpecgenError if the file is missing or damaged.
+    Raises SpecgenError if the file is missing or damaged, or states an impossible size.
     """
     if folder.is_file():
         config = gguf_config(open_gguf(folder, name), name)

@@ -507,8 +507,8 @@ class Family:
     fields, besides the sizes, that have to be in config.json: transformers' defaults for them are
     those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
     of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
-    width of MLPs in families without dense ones. `names` has what the family's files call otherwise
-    than a Llama's, by the name there, in any order (see `weights.renamed`).
+    width of MLPs; None: config.json has to state it. `names` maps names in the family's files, in any
+    order, to a Llama's where these differ (see `weights.renamed`).
     """
 
     describe: Callable[[Fields, Changes], Changes]
@@ -624,7 +624,7 @@ FAMILIES = {
 
 
 def tensor_names(model_type: str) -> Mapping[str, str]:
-    """Returns what the files of a family of models call otherwise than a Llama's (`Family.names`);
-    empty for a family that the native decoder does not have."""
+    """Returns `Family.names` of the family `model_type`; empty for a family that the native decoder
+    does not have."""
     family = FAMILIES.get(model_type)
     return {} if family is None else family.names

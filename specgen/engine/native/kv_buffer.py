@@ -31,16 +31,17 @@ class LayerEntries(NamedTuple):
 class KVBuffer:
     """The KV cache of some layers of a model, in buffers of zeros.
 
-    `sizes` are the numbers of key-value heads and the head sizes of the layers. There is one buffer
-    for each of these and each device. `buffers` are these, [layers, 2, kv heads, capacity,
-    head size]; a cache for several `sequences` has the key- value heads of all of them, one
-    sequence after the other. `devices` are those of the layers; `first_layer` is the index in the
-    model of the first of them. `keys_and_values` returns entries on the device `reader`, by default
-    the first layer's. Layers with a sliding window keep all entries too, so that a rollback is
-    possible. Entries after the first `length` are not used before they are written again: masks
-    hide them, and they are finite, so they do not change what attention computes. `owners` has for
-    each layer the index, from `first_layer` on, of the one whose entries it gets (None: all have
-    their own). `recurrent` has the records of recurrent layers.
+    `devices` and `sizes` (number of key-value heads, head size) are those of each layer;
+    `first_layer` is the index in the model of the first of them. `owners` has for each layer the
+    index, counted from `first_layer`, of the layer whose entries it gets; None: all have their own.
+    `buffers` has one buffer [layers, 2, kv heads, capacity, head size] for each device and size; a
+    cache for several `sequences` has the key-value heads of all of them, one sequence after the
+    other. `keys_and_values` returns entries on the device `reader`, by default the first layer's.
+    `recurrent` has the records of recurrent layers.
+
+    Layers with a sliding window keep all entries too, so that a rollback is possible. Entries after
+    the first `length` are not used before they are written again: masks hide them, and they are
+    finite, so they do not change what attention computes.
     """
 
     def __init__(

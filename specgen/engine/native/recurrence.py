@@ -80,12 +80,12 @@ def recurrent_files(architecture: Architecture, index: int) -> RecurrentFiles:
 
 class RecurrentWeights(NamedTuple):
     """The weights of a recurrent mixer. Matrices are [out, in]; `inputs` has the rows of all that
-    is projected from the input.
+    is projected from the input, and `output` projects to the residual stream.
 
-    `convolution` is [channels, kernel size]. Those of the delta rule alone are in float32:
-    `decay_rates` [heads], the negative factors of the logarithms of decays, the bias of their time
-    steps `step_bias` [heads], and the weights of the norm of each head's output, `norm` [value
-    size].
+    `convolution` [channels, kernel size] and `convolution_bias` [channels] are in float32. So are
+    the weights of the delta rule, which are None for a convolution alone: `decay_rates` [heads],
+    which are negative, `step_bias` [heads], and `norm` [value size], the norm of each head's
+    output. A token's decay has the logarithm decay rate * softplus(step + step bias).
     """
 
     inputs: torch.Tensor
@@ -148,7 +148,7 @@ class RecurrentMixer:
     """Base of the mixers that are no attention: a projection before the recurrence (`qkv`), and one
     after it (`output`).
 
-    `kind` and `is_wide` are those of `Attention`, which these mixers do not need.
+    `kind` and `is_wide` are arguments that only `Attention` needs.
     """
 
     def __init__(

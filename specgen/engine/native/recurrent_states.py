@@ -85,9 +85,9 @@ class Steps:
             return Block(first, last, self.committed, first, seen, first - 1)
         base, _, bits = ancestry(self._pass._replace(first=first, last=last))
         seen = unpacked(bits, last - base, device)
-        numbers = torch.arange(base - 1, first, device=device)
+        entries = torch.arange(base - 1, first, device=device)
         old = seen[:, : first - base]
-        nearest = torch.where(old, numbers[1:], numbers[0]).amax(1) if base < first else first - 1
+        nearest = torch.where(old, entries[1:], entries[0]).amax(1) if base < first else first - 1
         return Block(first, last, self.committed, base, seen, nearest)
 
     def ancestors(self, size: int) -> Tensor | None:
@@ -112,8 +112,8 @@ class Steps:
 
 
 class ConvInputs(NamedTuple):
-    """The inputs `rows` [room, channels] of a convolution from cache entry `begin` on, which is
-    below zero for a text's zeros.
+    """The inputs `rows` [room, channels] of a convolution from cache entry `begin` on. Entries
+    below 0 are zeros that stand before the text.
 
     `base` is the smallest length to which it can be rolled back.
     """
@@ -128,8 +128,9 @@ class State(NamedTuple):
 
     `state` [Hk, key size, H / Hk, value size] is that before entry `base`, the smallest length to
     which it can be rolled back. Of the entries from there on: `keys` [Hk, room, key size],
-    `updates` [H, room, value size], and, after one of 0, `decays` [H, 1 + room, channels]: one for
-    all channels of the key, or one for each.
+    `updates` [H, room, value size], and `decays` [H, 1 + room, channels], the logarithms of the
+    decays since `base`. The first is that of the state itself, 0. There is one for all channels of
+    the key, or one for each.
     """
 
     base: int
@@ -140,8 +141,8 @@ class State(NamedTuple):
 
 
 class Records:
-    """What a layer keeps. It is only changed after what counts as cached, and is otherwise replaced
-    in one statement.
+    """What a layer keeps. Only entries after those that count as cached are changed in place; all
+    else is replaced in one statement, so that an interruption leaves valid records.
 
     `_earlier` are the records before they were replaced, with which the end of the prompt can be
     restored for another run, and the length up to which they hold.
@@ -185,7 +186,7 @@ class ConvRecords(Records):
         self, steps: Steps, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """Returns the output [n, channels] in float32, for inputs [n, channels]. `weight` is
-        [channels, kernel size]."""
+        [channels, kernel size], `bias` [channels]."""
         size = weight.shape[1]
         count = x.shape[0]
         rows, begin = self._written(steps, x, size - 1)
@@ -244,8 +245,8 @@ class StateRecords(Records):
         """Returns what queries read, [n, H, value size]. All is in float32.
 
         `query` and `key` are [n, Hk, key size], `value` [n, H, value size], `decay` [n, H,
-        channels] its logarithm. With `beta` [n, H] updates follow from the delta rule, otherwise
-        they are the values.
+        channels] is the logarithm of the decay. With `beta` [n, H] updates follow from the delta
+        rule, otherwise they are the values.
         """
         # [Hk, 1 or 2, n, key size]
         rows = torch.stack((query,) if beta is None else (query, key)).permute(2, 0, 1, 3)

@@ -84,8 +84,8 @@ def walk(files: Any) -> Iterator[Tensor]:
 
 
 def stacked(layers: Sequence[LinearFiles], take: Take) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the weights of linear layers below each other, and their biases, None without
-    biases."""
+    """Returns the weights of linear layers, joined along their rows, and their biases, joined too;
+    None if there are none."""
     weights = [take(layer.weight.name) for layer in layers]
     biases = [take(layer.bias.name) for layer in layers if layer.bias is not None]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -93,8 +93,8 @@ def stacked(layers: Sequence[LinearFiles], take: Take) -> tuple[torch.Tensor, to
 
 
 def scaled(copy: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Returns `copy` times `gain`, in place where that is possible: new memory costs as much time
-    as the multiplication."""
+    """Returns `copy` times `gain`. Where it can, it changes `copy` itself: new memory costs as much
+    time as the multiplication."""
     if torch.is_grad_enabled() or copy.dtype != gain.dtype:
         return copy * gain
     return copy.mul_(gain)

@@ -89,8 +89,8 @@ class ContextLayer(NativeLayer):
 class BlockLayers:
     """The layers of a head with their weights on `device`, for drafting and for training.
 
-    `make_linear` makes a linear layer as for `NativeLayer`, `norm_gain` is as in
-    `layer.norm_function`.
+    `make_linear` makes a linear layer as for `NativeLayer`, `norm_gain` is `gain` of
+    `layer.norm_function`, and `make_layer` is the class of the layers.
     """
 
     def __init__(
@@ -249,12 +249,13 @@ class BlockPass(DecoderRunner):
 
 
 class BlockHeadRunner(BlockRunner):
-    """Drafts with the head of `BlockPass`: its rows, and with a Markov head what the token before
-    says about the next one.
+    """Drafts with the head of `BlockPass`; a Markov head adds what the token before says about the
+    next one (DSpark).
 
-    Row k is U_k + W2 W1[x], where x is the token before: the context's last one, or the drafted one
-    (DSpark). The output's `hidden_states` are [h_k; W1[x]], from which `Confidence` predicts
-    acceptance.
+    Row k is U_k + W2 W1[x]: U_k are the LM head's logits for row k of the block, x is the token
+    before, the context's last one or a drafted one. The output's `hidden_states` are [h_k; W1[x]],
+    where h_k is the LM head's input; from them `Confidence` predicts acceptance. Without a Markov
+    head, they are U_k and h_k alone.
     """
 
     def __init__(
@@ -349,11 +350,11 @@ def make_runners(
     _: ModelRunner,
     penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns a target that keeps the head's features, the head, and its prediction of acceptance,
-    if it has one.
+    """Returns a runner of the target that keeps the features that the head reads, a runner of the
+    head, and its predictor of acceptance if it has one.
 
-    `penalties` makes the processor for each of the two. Raises SpecgenError if the model's layers
-    cannot be run one by one.
+    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError
+    if the model's layers cannot be run one by one.
     """
     draft = BlockHeadRunner(weights, model, penalties(), penalties())
     tensors = weights.tensors

@@ -67,7 +67,8 @@ Factor = Annotated[float, Field(gt=0, lt=1e6)]
 
 
 class BlockFields(BaseModel):
-    """The fields of a block head in config.json, whatever its dialect; None: missing."""
+    """The fields of a block head in config.json, whatever its dialect. A missing field has its
+    default here."""
 
     block_size: Annotated[int, Field(ge=2, le=256)] = 16
     mask_token_id: Annotated[int, Field(ge=0)]
@@ -101,7 +102,8 @@ class BlockFields(BaseModel):
 def read_block(
     files: WeightFiles, target: LoadedModel, config: dict[str, Any]
 ) -> tuple[BlockWeights, str | None]:
-    """Returns a head, and what is doubtful about it. `config` is its config.json.
+    """Returns the weights of a head, and a warning if it may have been made for another target
+    (else None). `config` is its config.json.
 
     Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
     """
@@ -218,8 +220,8 @@ def _taps(
 
 
 def default_layers(count: int, taps: int) -> list[int]:
-    """Returns the layers (indices from 0) whose outputs a head with so many taps reads by default,
-    of a target with `count`."""
+    """Returns the layers (indices from 0) whose outputs a head reads by default, if it reads those
+    of `taps` layers of a target with `count` layers."""
     if taps == 1:
         return [count // 2]
     return [round(1 + index * (count - 4) / (taps - 1)) for index in range(taps)]
@@ -227,7 +229,7 @@ def default_layers(count: int, taps: int) -> list[int]:
 
 def published_block(weights: BlockWeights, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Returns the content of config.json in DeepSpec's dialect, for a DSpark head that specgen
-    trained."""
+    trained. `sizes` has the target's `vocab_size`."""
     config = {
         **weights.config,
         "vocab_size": sizes["vocab_size"],

@@ -165,8 +165,8 @@ class EagleLayers:
         self._others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
 
     def joined(self, features: Tensor) -> Tensor:
-        """Returns the product of `fc` with vectors [n, ...]: of EAGLE-3, the one feature [n, width]
-        that three [n, 3 * target width] are joined to."""
+        """Returns vectors [n, ...] projected by `fc` to [n, width]. In EAGLE-3 they are the three
+        features of each token, [n, 3 * target width], otherwise its pair, [n, 2 width]."""
         if self._input_norms:
             parts = features.view(len(features), self._input_norms, -1)
             features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1)

@@ -37,10 +37,10 @@ class CrossInputs(NamedTuple):
     """What the cross-attention of one layer needs in a pass over several tokens of one sequence, or
     of each of `batch` sequences.
 
-    `keys` and `values` are those of one layer of the target, in the shapes for `attention.attend`,
-    or with `batch` for `attend_batch`, as is `mask`. `rotation` [batch * rows, 1, R/2] is the
-    target's rotary embedding at the positions of the tokens (None: this layer of the target has
-    none).
+    `keys` and `values` are those of one layer of the target, and `mask` is one for their positions,
+    all in the shapes that `attend` takes, or with `batch` those that `attend_batch` takes.
+    `rotation` [batch * rows, 1, R/2] is the target's rotary embedding at the positions of the
+    tokens (None: this layer of the target has none).
     """
 
     keys: torch.Tensor
@@ -56,7 +56,7 @@ class CrossAttention:
 
     The target's keys are rotated already, so the queries are rotated as the target's are. Queries
     are scaled by 1 / sqrt(the target's head size). There is no norm, score cap or sliding window.
-    `q_proj` [heads * head size, width] has the numbers of a head in the order of the model's files.
+    `q_proj` [heads * head size, width] has the rows of a head in the order of the model's files.
     Keys of a `NativeModel` are in the native decoder's order, which is taken into account.
     """
 
@@ -148,7 +148,7 @@ class GlideLayers:
 
 class GlideRunner(DecoderRunner):
     """Runs a GliDe draft model. Implements `DraftRunner`. Its context limit and its vocabulary are
-    the target's.
+    the target's. Raises SpecgenError if the target has too few layers with keys.
 
     In a draft model with one layer, cached keys and values depend on the tokens alone, so those of
     accepted tokens are kept. In later layers they also depend on how many tokens the target had

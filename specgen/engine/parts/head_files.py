@@ -42,18 +42,18 @@ _TABLES = (
     HEAD,
     "embed_out.weight",
 )
-_ROWS = 128  # rows that are compared; unrelated models differ in nearly every number
+_ROWS = 128  # rows that are compared; unrelated models differ in nearly every element
 
 
 def open_head(
     folder: Path, device: torch.device, names: Sequence[tuple[str, str]], part: re.Pattern[str]
 ) -> tuple[WeightFiles, bool]:
-    """Opens the tensors of a head, under the names that specgen uses for all layouts.
+    """Returns the tensors of a head, opened under the names that specgen uses for all layouts, and
+    whether the files also hold the model that the head was trained with (Medusa-2).
 
-    `names` has pairs of the beginning of a name in files (a pattern) and what replaces it. Also
-    returns whether the files hold the model that the head was trained with (Medusa-2): then there
-    are layers whose names do not match `part`, and the tensors of that model are left out. Raises
-    SpecgenError if the folder has no safetensors weights, or if they cannot be read.
+    `names` has pairs of the beginning of a name in files (a pattern) and what replaces it. The
+    files hold the model if some layers have names that do not match `part`; its tensors are left
+    out. Raises SpecgenError if the folder has no safetensors weights, or if they cannot be read.
     """
     owner = f"the head {folder}"
     single = _weight_file(folder)
@@ -221,8 +221,8 @@ def expect(
     *,
     are_needed: bool = False,
 ) -> None:
-    """Adds to the shapes those of tensors that a head may have: of those in its files, or if they
-    `are_needed` of all."""
+    """Adds to `shapes` those of the tensors `some` that the files have, or all of these if they
+    `are_needed`."""
     shapes |= {name: shape for name, shape in some.items() if are_needed or name in files}
 
 
@@ -235,8 +235,12 @@ def unsupported(files: WeightFiles, name: str, value: object) -> SpecgenError:
 def target_ids(
     files: WeightFiles, tensors: dict[str, torch.Tensor], target: LoadedModel
 ) -> torch.Tensor | None:
-    """Takes the maps of an EAGLE-3 head, which hold differences, out of its tensors. Returns the
-    target's id of each of the head's ids; None if they are equal."""
+    """Removes `d2t` and `t2d`, the maps of a reduced vocabulary, from a head's tensors. Returns the
+    target's id of each of the head's ids; None if the head has the target's vocabulary.
+
+    `d2t` holds the differences of the ids. Raises SpecgenError for maps that contradict each other
+    or the target's vocabulary.
+    """
     offsets = tensors.pop("d2t", None)
     used = tensors.pop("t2d", None)
     if offsets is None:
@@ -253,7 +257,8 @@ def target_ids(
 
 
 def are_rising(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether ids are different ones of a vocabulary, in ascending order."""
+    """Whether `ids` are ascending ids, without repetitions, of a vocabulary of `vocab_size`
+    tokens."""
     return (
         len(ids) > 0
         and int(ids[0]) >= 0

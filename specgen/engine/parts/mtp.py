@@ -239,7 +239,7 @@ class MtpLayer:
 def read_assistant(
     files: WeightFiles, target: LoadedModel, config: Mapping[str, Any]
 ) -> AssistantWeights:
-    """Returns an assistant of Gemma 4 whose files and config.json these are.
+    """Returns the weights of an assistant of Gemma 4. `config` is its config.json.
 
     Raises SpecgenError for unsupported variants, for damaged files, and for assistants of other
     targets.
@@ -301,7 +301,8 @@ def read_assistant(
 
 
 class AssistantRunner:
-    """Drafts with an assistant of Gemma 4. Implements `DraftRunner`.
+    """Drafts with an assistant of Gemma 4. Implements `DraftRunner`. Raises SpecgenError if the
+    target does not run on the native decoder.
 
     Like drafting layer 0 (see the module), with h = N(decoder layers(x)) and x = `pre_projection`
     [E(token); state]: the first state is the target's, and `post_projection` h is the state that
@@ -362,7 +363,8 @@ class AssistantRunner:
         self._rows = self._norm, self._norm
 
     def room(self, context: Context) -> int:
-        """Returns how many tokens can be drafted: none without a token before the last one."""
+        """Returns how many tokens can be drafted; 0 if the context has no token before its last
+        one, or one without an embedding."""
         is_known = len(context) > 1 and context.largest_id < self.num_embeddings
         return self.context_limit - len(context) if is_known else 0
 

@@ -76,8 +76,11 @@ def default_exit_depth(layers: int) -> int:
 
 
 def known_architecture(shape: ModelShape, feature: str, *, any_sizes: bool = False) -> Architecture:
-    """Returns the target's architecture. Raises SpecgenError, which names `feature`, unless the
-    native decoder knows the model's family."""
+    """Returns `shape`, which is the target's, as an architecture.
+
+    Raises SpecgenError, which names `feature`, if the native decoder does not know the model's
+    family, or unless `any_sizes` if the layers have several sizes.
+    """
     needed = "of a family that specgen knows"
     if isinstance(shape, Architecture):
         if any_sizes or shape.is_uniform:
@@ -107,7 +110,8 @@ class ExitLayers:
 
     `count` is the number of decoder layers. `tensors` has the weights by their names in an exit
     layer's file; without an LM head among them, the target's is used. `make_linear` None makes an
-    exit for drafting; in training it makes differentiable layers from parameters.
+    exit for drafting; in training it makes differentiable layers from parameters. Raises
+    SpecgenError as `exit_architecture` does.
     """
 
     def __init__(
@@ -183,8 +187,8 @@ class ExitLayers:
 
 
 def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights of an exit with `count` decoder layers, by their names in
-    its file."""
+    """Returns the shapes of the weights of an exit with `count` decoder layers, and with `own_head`
+    an LM head, by their names in its file. Raises SpecgenError as `exit_architecture` does."""
     architecture = exit_architecture(model)
     shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
     shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
@@ -294,10 +298,13 @@ def make_runners(
     _: ModelRunner | None,
     penalties: Callable[[], PenaltyProcessor | None],
 ) -> Runners:
-    """Returns two runners on one model: `draft` proposes with the exit layer, `target` verifies.
+    """Returns the runners of early exit on one model.
 
-    `penalties` is called once for each runner, and makes its penalty processor. Raises SpecgenError
-    for a model whose layers cannot be run one by one.
+    `first` runs the layers before the exit and keeps their output for both others: `draft`, which
+    goes on with the exit layer, and `target`, which goes on with the later layers. `predictor` is
+    None if none was trained. `penalties` is called once for `target` and once for `draft`, and
+    makes the penalty processor. Raises SpecgenError for a model whose layers cannot be run one by
+    one.
     """
     model.check_layers("early exit")
     earlier = range(weights.after)

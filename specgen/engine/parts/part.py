@@ -99,11 +99,11 @@ class GlideWeights(DecoderWeights):
     """A GliDe draft model (Du et al. 2024), whose layers also attend to the target's KV cache.
 
     For each layer j, `tensors` also has `layers.j.cross_attn.q_proj.weight` [target heads * target
-    head size, width] and `layers.j.cross_attn.o_proj.weight` (transposed shape).
-    `embed_tokens.weight` and `lm_head.weight` are missing where the target's are used. Layer j of m
-    reads the keys and values of layer L - m + j of the target, which has L layers. `block_size` is
-    the number of tokens in a block of its training. In training, the newest key of the target that
-    a query sees is at most this many tokens before it.
+    head size, width] and `layers.j.cross_attn.o_proj.weight` [width, target heads * target head
+    size]. `embed_tokens.weight` and `lm_head.weight` are missing where the target's are used. Layer
+    j of m reads the keys and values of layer L - m + j of the target, which has L layers.
+    `block_size` is the number of tokens in a block of its training. In training, the newest key of
+    the target that a query sees is at most this many tokens before it.
     """
 
     block_size: int = 5
@@ -119,10 +119,10 @@ class BlockWeights(DecoderWeights):
     `lm_head.weight` and `embed_tokens.weight` are there only if they differ from the target's;
     `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
     and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own
-    position, otherwise the one at it. `causal`: whether a row sees the later ones; None: only in
-    layers with a sliding window it does not. The head reads the target's tables without the
-    target's factors and cap. It has its own: `embedding_scale` of the embeddings, `logit_scale` of
-    the logits, and then their cap `logit_cap` (None: they have none).
+    position, otherwise the one at it. `causal`: rows do not see later ones, otherwise they do;
+    None: they do not in layers with a sliding window alone. The head reads the target's tables
+    without the target's factors and cap. It has its own: `embedding_scale` of the embeddings,
+    `logit_scale` of the logits, and then their cap `logit_cap` (None: they have none).
 
     DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight`
     [vocabulary, rank]; its prediction of acceptance is `confidence_head.proj.weight` [1, width or
@@ -191,8 +191,8 @@ HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights
 
 
 class KeptRows:
-    """One row of numbers (such as features) for each token in a KV cache, in a buffer `kept`
-    [capacity, width]."""
+    """A row (such as features) for each token in a KV cache, in a buffer `kept` [capacity,
+    width]."""
 
     def __init__(self) -> None:
         self.kept = torch.empty(0, 0)
@@ -321,7 +321,8 @@ def native_layers(
 ) -> list[NativeLayer]:
     """Returns one layer for each of `kinds` (indices in `PassInputs.kinds`).
 
-    `take` returns their weights, under the names of the layers `first`, `first` + 1, ...
+    `take` returns their weights, under the names of the layers `first`, `first` + 1, ... `gain` is
+    that of `layer.norm_function`.
     """
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):

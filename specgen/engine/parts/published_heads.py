@@ -91,8 +91,9 @@ Size = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class HeadFields(BaseModel):
-    """The fields of a head's config.json that are read by name. One that is missing has its default
-    here, or is None. The other fields are ignored or checked elsewhere."""
+    """The fields of a head's config.json that are read by name. A missing field has its default
+    here, and `num_attention_heads` has to be there. The other fields are ignored or checked
+    elsewhere."""
 
     num_attention_heads: Size
     num_key_value_heads: Size | None = None
@@ -112,8 +113,8 @@ class HeadFields(BaseModel):
 class PublishedHead:
     """A head's files, opened and recognised: the names of the tensors decide its `kind`.
 
-    After `read`, `warning` says what is doubtful about the head (None: nothing). Raises
-    SpecgenError if the files are of no such kind.
+    After `read`, `warning` says that the head may have been made for another target, or is None.
+    Raises SpecgenError if the files are of no such kind.
     """
 
     def __init__(self, folder: Path, target: LoadedModel) -> None:
@@ -302,8 +303,8 @@ def _flat_config(files: WeightFiles, folder: Path) -> tuple[dict[str, Any], Head
 def _decoder(
     files: WeightFiles, given: dict[str, Any], fields: HeadFields, target: LoadedModel, width: int
 ) -> tuple[DecoderWeights, dict[str, Shape]]:
-    """Returns the decoder layers of a head, without tensors yet, and the shapes of these. Hidden
-    states have `width` numbers.
+    """Returns the decoder layers of a head, without tensors yet, and the shapes of these. `width`
+    is the size of hidden states.
 
     What config.json (`given`) leaves out is taken from the tensors' shapes. Raises SpecgenError for
     what the native decoder cannot run.

@@ -106,8 +106,9 @@ class TrainedPart:
     target, its weights not yet.
 
     Made by `open_part`. `path` is a head's folder, or the file with an exit layer's weights.
-    `description` is None for heads that others trained. After `load`, `warning` says what is
-    doubtful about the part (None: nothing), and `version` is that of an EAGLE head (1 or 3).
+    `description` is None for heads that others trained. After `load`, `warning` says that a head
+    may have been made for another target, or is None, and `version` is that of an EAGLE head (1 or
+    3), None for other parts.
     """
 
     def __init__(

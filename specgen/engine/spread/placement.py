@@ -217,8 +217,8 @@ def model_memory(
     """Returns the memory that a model takes with a KV cache for `context` tokens, by the headers of
     its files.
 
-    `weights` is the dtype that the model is run in. A quantised checkpoint may be dequantised on
-    `device`, and then takes more. Raises SpecgenError if the files cannot be read.
+    `weights` is the precision that the model is run in. A quantised checkpoint may be dequantised
+    on `device`, and then takes more. Raises SpecgenError if the files cannot be read.
     """
     check_weight_files(files.folder, files.name)
     shape = files.shape

@@ -27,8 +27,8 @@ class StopStrings:
 
     @classmethod
     def of(cls, texts: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
-        """Returns the stop strings `texts` for a tokenizer. Spaces around the name of a special
-        token alone do not matter."""
+        """Returns the stop strings `texts` for a tokenizer. In a text that is only the name of a
+        special token, spaces around it do not matter."""
         named = dict(pair for text in texts for pair in _named(text, tokenizer))
         marks = dict(zip(named, _MARKS, strict=False))
         names = {named[token]: mark for token, mark in marks.items()}

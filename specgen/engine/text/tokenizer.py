@@ -41,11 +41,12 @@ class Tokenizer:
 
     `encode_with(text, add_special_tokens)` and `decode(ids, skip_special_tokens)` are those of the
     library that tokenizes. `pipeline` is the object of the `tokenizers` library that does it; None
-    if there is none, or if it is inside a class of the model's own code. `special_tokens` maps
-    names such as bos_token to tokens; they are variables of the chat template. `digest` is equal
-    only for tokenizers with the same vocabulary and the same tokenizing steps; None: not known.
-    `fallback` says why transformers' tokenizer is used; None: the `tokenizers` library is used
-    alone. `warning` is a sentence for the user, or None.
+    if there is none, or if it is inside a class of the model's own code. `vocabulary()` returns the
+    ids of all tokens by their texts. `template` is the chat template, or several by name; None:
+    there is none. `special_tokens` maps names such as bos_token to tokens; they are variables of
+    the chat template. `digest` is equal only for tokenizers with the same vocabulary and the same
+    tokenizing steps; None: not known. `fallback` says why transformers' tokenizer is used; None:
+    the `tokenizers` library is used alone. `warning` is a sentence for the user, or None.
     """
 
     encode_with: Callable[[str, bool], list[int]]
@@ -189,8 +190,8 @@ class Tokenizer:
 def load_tokenizer(
     folder: Path, config: Mapping[str, Any], trust_remote_code: bool, name: str = "the model"
 ) -> Tokenizer:
-    """Loads the tokenizer and the chat template of the model in `folder`, with the results of
-    transformers' AutoTokenizer, or those of the GGUF file that it is.
+    """Loads the tokenizer and the chat template of the model in `folder` (or of the GGUF file
+    `folder`), with the results of transformers' AutoTokenizer.
 
     transformers is imported only if its result is not in the folder of caches yet (see
     `tokenizer_files`), or if its tokenizer does more than the `tokenizers` library, as

@@ -39,8 +39,8 @@ _PLAIN = {"backend", "model_max_length", "tokenizer_class"}
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a model's files say about its tokenizer: the tokenizer, its special tokens by name (such
-    as bos_token), the chat template.
+    """What a model's files say about its tokenizer: the tokenizer (`pipeline`), its special tokens
+    by name (such as bos_token), the chat template.
 
     `template` is one template, templates by name, or None. `digest` is the same for two tokenizers
     with the same definition. `warning` is a sentence for the user, or None.
@@ -171,7 +171,8 @@ _last: dict[str, Pipeline] = {}  # by digest, the last one: target and draft mod
 
 
 def parse(data: bytes) -> tuple[Pipeline, str]:
-    """Returns the tokenizer that the bytes `data` of a tokenizer.json define, and its digest."""
+    """Returns the tokenizer that the bytes `data` of a tokenizer.json define, and its digest.
+    Raises Exception for damaged ones, as the library does."""
     digest = sha256(data).hexdigest()
     if digest not in _last:
         _last.clear()

@@ -280,7 +280,7 @@ class TokenOverlap:
         return None if kappa is None or kappa == 1 else kappa / (1 - kappa)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the counts, kappa and the expected run for JSON output."""
+        """Returns the fields, `kappa` and `expected_run`, for JSON output."""
         return {**asdict(self), "kappa": self.kappa, "expected_run": self.expected_run}
 
 

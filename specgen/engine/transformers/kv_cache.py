@@ -136,8 +136,8 @@ class GrowingCache(KVCache):
     """The cache of a model with a state that cannot be rolled back: what the model itself keeps of
     its first `end` tokens.
 
-    After a rejected draft the text is run again from its beginning. `kept` are the arguments that
-    continue it. `end` is -1 while they are changed.
+    After a rejected draft the text is run again from its beginning. `kept` are the arguments of the
+    model's `forward` that continue it. `end` is -1 while they are changed.
     """
 
     def __init__(self, device: torch.device) -> None:

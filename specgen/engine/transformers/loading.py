@@ -214,8 +214,8 @@ def load_transformers_model(
     a rollback.
 
     `layer_devices` has the device of each layer, if they are on several. Raises SpecgenError if the
-    check fails, for damaged or missing weights, or without a package that several devices need, and
-    RunError if memory is short.
+    check fails, for damaged or missing weights, or without a package that several devices need.
+    Passes on torch's error if memory is short.
     """
     with quiet_transformers():  # some decompress weights at their first pass
         module = load_module(files, dtype, device, layer_devices)

@@ -62,8 +62,8 @@ class FixedState(NamedTuple):
 
 
 def replace_recurrences(module: Any) -> FixedState | None:
-    """Makes a model's recurrent layers use the records of a `KVCache`. Returns None, or what keeps
-    another kind of state."""
+    """Makes a model's recurrent layers use the records of a `KVCache`. Returns None, or if the
+    model keeps a state that cannot be rolled back, this state."""
     config = module.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     recurrent = [
