@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specgen.decoding.parallel_costs import ParallelCosts, Window
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Run
+    from specgen.engine.forward_pass import ModelOutput
 
 
 class ParallelDrafter(Protocol):
@@ -53,7 +54,7 @@ class ParallelDrafter(Protocol):
 
     def first(self, count: int) -> list[int]:
         """Waits until the draft that was started has `count` tokens or is complete, and returns its
-        first `count` tokens."""
+        first `count` tokens; fewer if it has fewer."""
 
     def cut(self) -> None:
         """Ends the draft that was started as soon as the token that is being drafted is complete.
@@ -76,8 +77,8 @@ class Parallel:
 
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify`
     the draft model waits while they are verified. Both are ablations in the paper's Table 3.
-    `check` compares the run's passes with `costs`, those that the window was computed from; None if
-    it was given.
+    `costs` are the pass times that the window was computed from, None if the user gave the window;
+    `check` compares the run's passes with them, None: nothing is compared.
     """
 
     drafter: ParallelDrafter
@@ -106,8 +107,8 @@ class Parallel:
                     self.check.end()
 
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
-        """Runs one target pass over the `unverified` drafted tokens, while further tokens are
-        drafted after them.
+        """Runs one step in its mode (PEARL, Algorithm 1): pre-verify, or post-verify if there are
+        `unverified` drafted tokens.
 
         Returns the finished round, and the drafted tokens that the next step has to verify.
         """
@@ -116,38 +117,45 @@ class Parallel:
             # the target idles meanwhile
             unverified = self._finish(self._start(run, unverified, self.window.size))
             run.clock.lap("draft")
-        mode: Mode = "post-verify" if unverified.tokens else "pre-verify"
-        lead = 0 if unverified.tokens else min(self.window.lead, run.remaining - 1)
-        size = self.window.beside(len(unverified.tokens) + 1)
-        window = 0
-        if self.post_verify or not unverified.tokens:
-            window = self._start(run, unverified, lead + size)
+        return self._post_verify(run, unverified) if unverified.tokens else self._pre_verify(run)
 
-        drafted: Sequence[int] = unverified.tokens
+    def _pre_verify(self, run: Run) -> tuple[Round, Draft]:
+        """Verifies a draft's first token while the rest is drafted (PEARL, section 3.2).
+
+        With a `lead`, the target waits for so many tokens, and verifies them too.
+        """
+        lead = min(self.window.lead, run.remaining - 1)
+        window = self._start(run, Draft(), lead + self.window.beside(1))
+        known: Sequence[int] = ()
         if lead:
-            drafted = self.drafter.first(lead)
+            known = self.drafter.first(lead)
             run.clock.lap("draft")
-        inputs = drafted[: run.remaining - 1]  # no logits after the last possible token are needed
-        output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
-        run.clock.lap("verify", on_device=True)
-        if window and self.window.is_flexible:  # the draft ends with the target's pass
-            wait = synchronizer(run.target.device)
-            if wait is not None:
-                wait()
-            self.drafter.cut()
-        fresh = self._finish(window) if window else Draft(stop_reason=unverified.stop_reason)
-        fresh_tokens = len(fresh.tokens)
+
+        output = _target_pass(run, known)
+        draft = self._finish_beside(run, window)
         run.clock.lap("draft")
 
-        both = _joined(unverified, fresh)
-        if lead:
-            fresh = fresh.part(len(drafted))
-        # the last logits verify the first fresh token, so no bonus token is drawn
-        pending = max(len(fresh.tokens) - 1, 0)
-        verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
-        round_ = run.commit(mode, both, verdict, pending)
-        self._compare(len(inputs) + 1, round_.seconds["verify"], fresh_tokens)
-        return round_, fresh.part(1) if verdict.token is None else Draft()
+        first = draft.part(0, len(known))
+        round_, unverified = _verify(run, "pre-verify", first, draft.part(len(known)), output)
+        self._compare(len(output.logits), round_.seconds["verify"], len(draft.tokens))
+        return round_, unverified
+
+    def _post_verify(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
+        """Verifies the `unverified` tokens while further ones are drafted after them (PEARL,
+        section 3.3)."""
+        window = 0
+        if self.post_verify:
+            window = self._start(run, unverified, self.window.beside(len(unverified.tokens) + 1))
+
+        output = _target_pass(run, unverified.tokens)
+        fresh = Draft(stop_reason=unverified.stop_reason)
+        if window:
+            fresh = self._finish_beside(run, window)
+        run.clock.lap("draft")
+
+        round_, following = _verify(run, "post-verify", unverified, fresh, output)
+        self._compare(len(output.logits), round_.seconds["verify"], len(fresh.tokens))
+        return round_, following
 
     def _compare(self, width: int, seconds: float, drafted: int) -> None:
         """Has a target pass over `width` tokens checked, and the draft of `drafted` tokens, 0 if
@@ -169,10 +177,47 @@ class Parallel:
         self.drafter.start(run.context, unverified.tokens, min(window, room))
         return window
 
+    def _finish_beside(self, run: Run, window: int) -> Draft:
+        """Returns the draft that was started before the target's pass. In a flexible window, it
+        ends with the pass."""
+        if self.window.is_flexible:
+            wait = synchronizer(run.target.device)
+            if wait is not None:
+                wait()
+            self.drafter.cut()
+        return self._finish(window)
+
     def _finish(self, window: int) -> Draft:
         draft = self.drafter.finish()
         filled = draft.stop_reason == "length" and len(draft.tokens) == window
         return replace(draft, stop_reason=f"window {window}") if filled else draft
+
+
+def _target_pass(run: Run, drafted: Sequence[int]) -> ModelOutput:
+    """Returns the target's logits after the context and after each of the drafted tokens, but after
+    none that can only be the output's last."""
+    inputs = drafted[: run.remaining - 1]
+    output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
+    run.clock.lap("verify", on_device=True)
+    return output
+
+
+def _verify(
+    run: Run, mode: Mode, unverified: Draft, fresh: Draft, output: ModelOutput
+) -> tuple[Round, Draft]:
+    """Verifies the `unverified` tokens, which the target's pass has run, and by the last logits the
+    first of the `fresh` ones after them, so that no bonus token is drawn.
+
+    Returns the round, and the tokens that are left for post-verify: the rest of the fresh ones if
+    all were accepted, otherwise none, and pre-verify follows.
+    """
+    both = _joined(unverified, fresh)
+    pending = max(len(fresh.tokens) - 1, 0)
+    verdict = run.verify(both.part(0, len(both.tokens) - pending), output)
+    round_ = run.commit(mode, both, verdict, pending)
+    if verdict.token is None:
+        return round_, fresh.part(1)
+    return round_, Draft()
 
 
 def _joined(first: Draft, second: Draft) -> Draft:
