@@ -507,8 +507,8 @@ class Family:
     fields, besides the sizes, that have to be in config.json: transformers' defaults for them are
     those of one particular model. `tied`: the LM head's weights are the embedding's. `eps` is that
     of the norms. `activation` is a pair: the name of the field, and its default. `inner` is the
-    width of MLPs; None: config.json has to state it. `names` maps names in the family's files, in any
-    order, to a Llama's where these differ (see `weights.renamed`).
+    width of MLPs; None: config.json has to state it. `names` maps names in the family's files, in
+    any order, to a Llama's where these differ (see `weights.renamed`).
     """
 
     describe: Callable[[Fields, Changes], Changes]
