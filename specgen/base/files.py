@@ -113,7 +113,8 @@ def write_pieces(path: Path, pieces: Iterable[str]) -> None:
 def write_new(path: Path, text: str, what: str) -> None:
     """Writes `text` in UTF-8 to a file that does not exist yet. `what` names the file in messages.
 
-    Raises SpecgenError if it exists or cannot be created, RunError if it cannot be written.
+    Raises SpecgenError if it exists or cannot be created, RunError if the disk is full or writing
+    fails.
     """
     check_writable(path, what)
     try:
@@ -128,8 +129,8 @@ def write_new(path: Path, text: str, what: str) -> None:
 
 
 def files_in(folder: Path, *patterns: str) -> list[Path]:
-    """Returns the files in a folder whose names match one of the patterns, in order, without
-    macOS's side files (`._name`)."""
+    """Returns the files in a folder whose names match one of the glob patterns, sorted by path,
+    without macOS's side files (`._name`)."""
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     return sorted(path for path in paths if not path.name.startswith("._"))
 
@@ -291,6 +292,6 @@ def kept_part(kind: str, target: str, target_fingerprint: str) -> Path | None:
 
 
 def readable(name: str) -> str:
-    """A model's name as part of a file name: the last two parts of its path, with only letters,
-    digits, dots, underscores and dashes."""
+    """A model's name as part of a file name: the last two parts of its path, at most 60 characters
+    of them. Characters other than letters, digits, dots and underscores become dashes."""
     return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).parts[-2:])).strip("-.")[:60]

@@ -28,8 +28,8 @@ _THREAD_VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "ATEN_
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How torchrun started this process: as number `rank` of `ranks`, number `local_rank` of
-    `local_ranks` on its machine."""
+    """How torchrun started this process: as number `rank` (from 0) of `ranks` processes, and number
+    `local_rank` (from 0) of `local_ranks` on its machine."""
 
     rank: int
     ranks: int

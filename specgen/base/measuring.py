@@ -1,8 +1,8 @@
 """Measures time and energy, and reports how far the passes over a prompt are. Imports no torch but
 for a GPU's energy.
 
-The energy of generations in joules is that of NVIDIA GPUs by NVML's total-energy counters, and of
-CPUs under Linux by RAPL's counters.
+Energy, in joules, is read from NVML's total-energy counters for NVIDIA GPUs, and from RAPL's
+counters for CPUs under Linux.
 
 Idle power is measured first with the same counters, and subtracted; the gross energy is reported
 too. A counter covers everything that runs on its device, other programs included.
@@ -47,7 +47,7 @@ class Sample(Generic[T]):
 
     @property
     def is_steady(self) -> bool:
-        """Whether its times scatter little. Those of a busy machine do not, and say little about a
+        """Whether its times scatter little. On a busy machine they scatter, and say little about a
         quiet one."""
         return self.spread <= STEADY
 
@@ -57,8 +57,8 @@ class Sample(Generic[T]):
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """Returns the upper quartile of positive times divided by the lower one, at least 1. Infinite
-    without times."""
+    """Returns the upper quartile of the times divided by the lower one, at least 1. Infinite
+    without times, and if one of them is not above 0."""
     ordered = sorted(seconds)
     if not ordered or ordered[0] <= 0:
         return math.inf
@@ -68,11 +68,11 @@ def spread(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """Times of pieces of work: the `seconds` that each took, and those in which the thread that did
-    it ran (`own`).
+    """Times of pieces of work: the `seconds` that each took, and the seconds in which the thread
+    that did it ran (`own`).
 
-    Beside busy programs all of them may take long, and evenly, but the thread then waits for a
-    processor.
+    Beside busy programs a thread waits for a processor: then `seconds` may be long without
+    scattering, but `own` are not long.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -91,15 +91,15 @@ class ThreadTimes:
 
     @property
     def wait(self) -> float:
-        """Seconds that passed over those in which the thread ran: 1 on a quiet machine, and where
-        nothing was measured."""
+        """The sum of `seconds` divided by that of `own`: about 1 on a quiet machine, 1 if nothing
+        was measured."""
         own = sum(self.own)
         return sum(self.seconds) / own if own > 0 else 1.0
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """Returns the time that one in ten is shorter than: other programs make work longer, never
-    shorter."""
+    """Returns the lowest decile of the times, of which there has to be one: other programs make
+    work longer, never shorter."""
     return sorted(seconds)[len(seconds) // 10]
 
 
@@ -204,7 +204,10 @@ class PrefillReports:
 
     @contextmanager
     def within(self, source: int, done: int, size: int, total: int) -> Iterator[None]:
-        """While the block runs a pass over `size` tokens in this thread, `layer` reports."""
+        """Lets `layer` report while the block runs a pass over `size` tokens in this thread.
+
+        `source` identifies the KV cache. Of the prompt's `total` tokens, `done` were run before.
+        """
         outer = getattr(self._pass, "running", None)
         self._pass.running = source, done, size, total
         try:

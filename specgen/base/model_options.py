@@ -20,8 +20,8 @@ class ModelOptions:
     """Which models to load, onto which devices, how they compute, and what drafts for the target:
     see `specgen.load`.
 
-    If neither model is named, the bundled pair is meant. If no `exit_layer` is named, one in the
-    folder of the `profile` is taken. `threads` (None: as many as are fast) is the number of CPU
+    Without a `target`, the bundled pair is meant. If no `exit_layer` is named, one in the folder of
+    the `profile` is taken. `threads` (None: as many as are fast) is the number of CPU
     threads; only a command can set it, before torch is imported.
 
     Raises SpecgenError for the first mistake: an unknown `backend` or `draft_dtype`, a

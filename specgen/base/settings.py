@@ -46,7 +46,8 @@ class Setting:
         str, the type of `default`).
 
         If the setting has a `word`, returns that word or a number. `name` is the setting's name in
-        error messages. Raises SpecgenError if the value has the wrong type or is out of bounds.
+        error messages. Raises SpecgenError if the value has the wrong type, is out of bounds, is
+        empty although the default is not, or is none of the `choices`.
         """
         if isinstance(self.default, bool):
             text = str(value).strip().lower()

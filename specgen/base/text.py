@@ -60,7 +60,10 @@ _ONE_LINE: dict[int, str] = {
 
 def streamed(text: str) -> str:
     """Returns the text with control characters replaced by visible symbols (␛ for escape). Line
-    feeds and tabs are kept."""
+    feeds and tabs are kept.
+
+    Characters that reorder text or hide in it are left out, and line separators become line feeds.
+    """
     # printable text has nothing to replace
     return text if text.isprintable() else text.translate(_STREAMED)
 
@@ -72,8 +75,8 @@ def one_line(text: str) -> str:
 
 
 def shown(text: object, longest: int = 80) -> str:
-    """Returns text from a file for a message: on one line, without control characters, and not too
-    long."""
+    """Returns the text for a message: on one line, without control characters, and cut to `longest`
+    characters."""
     line = one_line(str(text))
     return line if len(line) <= longest else line[: longest - 1] + "…"
 

@@ -100,18 +100,19 @@ class SamplingParams:
 
     @property
     def warping(self) -> dict[str, Any]:
-        """The temperature and the filters (top-p and the like) by name, as far as they change which
-        token is chosen: if greedy, only the temperature (0)."""
+        """The temperature and the `filters` by name; in greedy decoding, where filters change
+        nothing, the temperature (0) alone."""
         return {"temperature": self.temperature, **({} if self.greedy else self.filters)}
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The parameters that cut tokens from the distribution, by name."""
+        """The values of `top_p`, `top_k` and `min_p`, which cut tokens from the distribution, by
+        name."""
         return {name: getattr(self, name) for name in FILTERS}
 
     @property
     def active_filters(self) -> dict[str, Any]:
-        """Those that do cut tokens, by name."""
+        """The `filters` whose value is not the default, so that they do cut tokens."""
         return {name: value for name, value in self.filters.items() if value != FILTERS[name]}
 
 
@@ -145,8 +146,9 @@ class Context:
 
 
 class TokenStatus(Enum):
-    """What verification did with a drafted token. A DISCARDED token came after a rejected token or
-    was never verified."""
+    """What verification did with a drafted token. DISCARDED are all that were neither accepted nor
+    rejected: tokens after a rejected one, tokens that were not verified, and in a tree the siblings
+    of an accepted token, verified or not."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"

@@ -53,8 +53,12 @@ class MethodSpec:
 
 
 def parse_spec(written: str) -> MethodSpec:
-    """Parses one method with its settings. Raises SpecgenError for an unknown name (the message
-    suggests the most similar one) and for settings that the method does not have."""
+    """Parses one method with its settings.
+
+    Raises SpecgenError for an unknown method, a setting that is not written NAME=VALUE or that the
+    method does not have, a value out of range, settings that exclude each other, and
+    `history=true`, with which later runs would copy earlier ones.
+    """
     written = written.strip()
     name, given = methods.split(written)
     method = BASELINES.get(name) or METHODS.get(name) or methods.ALIASES.get(name)

@@ -153,7 +153,8 @@ class MethodResult:
     run.
 
     `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high`
-    are the ends of its 95 % confidence interval. All three are None if they cannot be computed.
+    are the ends of its 95 % confidence interval. Each is None if it cannot be computed: see
+    `speedup_interval`; plain decoding itself has no interval.
     `differences` are the first differences between its outputs and plain decoding's; None if they
     are not compared: when sampling, and for lossy methods. `branches`: some drafts were trees or
     several chains. `by_category` has a result for each category of the prompts. `predicted` has the

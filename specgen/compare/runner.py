@@ -51,10 +51,12 @@ _OF_SUMMARY = ("rounds", "drafts", "drafted", "accepted", "seconds")
 
 @dataclass(frozen=True, slots=True)
 class RecordedComparison:
-    """The finished runs in the trace `path`, each as it was recorded and as a result. Of the
-    recorded ones only those of the first repeat on the trace's first prompt keep their rounds.
-    `end` is the byte offset after the last complete line, where a resumed comparison continues to
-    write."""
+    """The finished runs in the trace `path`, each as it was recorded (`TracedRun`) and as a result
+    (`Run`). `end` is the byte offset after the last complete line, where a resumed comparison
+    continues to write.
+
+    Only the recorded runs of the first repeat on the trace's first prompt keep their rounds.
+    """
 
     path: Path
     runs: Sequence[tuple[TracedRun, Run]]
@@ -64,7 +66,7 @@ class RecordedComparison:
         """Returns the methods in the trace: plain decoding, then the others in the order of their
         first runs.
 
-        Raises SpecgenError for a method that does not exist.
+        Raises SpecgenError as `parse_spec`.
         """
         written = [REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)]
         return [parse_spec(method) for method in dict.fromkeys(written)]
@@ -105,8 +107,9 @@ def read_comparison(path: Path) -> RecordedComparison:
 @dataclass(frozen=True, slots=True)
 class BenchmarkStep:
     """The progress of a comparison before its next run. `spec` and `prompt` are the method and the
-    prompt of this run, None at the end. `done` and `total` count runs. `seconds_left` is an
-    estimate from the runs so far, None if there are none."""
+    prompt of this run, None at the end. If `warming_up`, this run is a warm-up, which is not
+    counted. `done` and `total` count runs. `seconds_left` is an estimate from the runs so far, None
+    if there are none."""
 
     spec: MethodSpec | None
     prompt: Prompt | None
@@ -162,8 +165,8 @@ class Runner:
         prompt and repeat.
 
         Runs of other methods, prompts or repeats than this comparison's are skipped. Raises
-        SpecgenError if a run was made with other models, sampling parameters or versions, or with
-        another text of its prompt.
+        SpecgenError if a run was made with another target (or another device or dtype of it), with
+        other sampling parameters or versions, or with other tokens of its prompt.
         """
         specs = {spec.written: spec for spec in self.config.specs}
         prompts = {prompt.index: prompt for prompt in self.config.prompts}
@@ -233,8 +236,8 @@ class Runner:
     def steps(self) -> Iterator[BenchmarkStep]:
         """Runs the comparison, one step at a time. Yields the progress before each run and once at
         the end; a run is made when the caller asks for the next step. Runs already in `results` are
-        not repeated. Raises SpecgenError, after the warm-up runs, if no method but plain decoding
-        can run."""
+        not repeated. Raises SpecgenError if plain decoding fails, and after the warm-up runs if no
+        other method can run; RunError if the trace cannot be written."""
         todo = self._missing(self.config.specs)
         total = len(todo)
         first_prompt = self.config.prompts[0]

@@ -41,11 +41,13 @@ def run_baseline(
 ) -> dict[str, Any]:
     """Generates at most `limit` tokens once with the baseline `name`.
 
-    Returns what the summary line of a trace contains, except the text. The counts come from counted
-    forward passes. `seconds` includes the prefill. `phase_seconds` is None, because `generate` does
-    not report how long drafting and verification took. Raises SpecgenError if the draft model is
-    missing that the baseline needs, or if torchrun has split the target, and RunError if
-    transformers fails.
+    Returns the keys that `Figures.include` reads: `token_ids`, `seconds` (with the prefill),
+    `rounds`, `drafts`, `drafted`, `accepted` and `phase_seconds`, which is None, because `generate`
+    does not report how long drafting and verification took; and `finish_reason`.
+
+    Raises SpecgenError if the draft model is missing that the baseline needs, if its vocabulary has
+    the target's size but other tokens, or if torchrun has split the target; RunError if
+    transformers fails, other than for lack of memory.
     """
     assistant = _assistant(pair, name)
     target = pair.target.transformers_module

@@ -47,8 +47,8 @@ class Difference:
         return self.gap is None or not abs(self.gap) < self.threshold
 
     def as_dict(self) -> dict[str, Any]:
-        """The difference as an object for the JSON output. Its keys are documented and do not
-        change."""
+        """The fields for the JSON output, `position` as `place`, and `tie`: whether rounding
+        explains the difference. The keys are documented and do not change."""
         fields = asdict(self)
         return {"place": fields.pop("position"), **fields, "tie": not self.is_broken}
 
@@ -100,9 +100,10 @@ def judge(
     """Compares a method's output `other` with plain decoding's `reference` for the same prompt (all
     are token ids). Returns None if they are equal.
 
-    Otherwise one forward pass of the target without a key-value cache computes the logits of both
-    tokens at the first difference. `exact`: all passes give logits with equal bits, so no
-    difference counts as a tie. `repeat` and `prompt_index` only name the run.
+    Unless one of the outputs ends at the first difference, one forward pass of the target without a
+    key-value cache computes the logits of the two tokens there. `exact`: all passes give logits
+    with equal bits, so no difference counts as a tie. `repeat` and `prompt_index` only name the
+    run.
     """
     if list(reference) == list(other):
         return None
@@ -130,8 +131,9 @@ def tie_threshold(dtype: str, largest: float, *, has_experts: bool = False) -> f
     rounding may have swapped them.
 
     Two passes over different numbers of tokens round differently: by less than 1e-3 in float32, in
-    16-bit dtypes in proportion to `largest`, the largest logit of the position. A mixture of
-    experts may also run a token by other experts then.
+    16-bit dtypes in proportion to `largest`, the largest logit of the position. With `has_experts`
+    (a mixture of experts) the difference in 16-bit dtypes is larger, because other experts may then
+    run the token.
     """
     if dtype not in _NARROW_TIES:
         return FLOAT32_TIE

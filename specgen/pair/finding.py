@@ -72,7 +72,7 @@ class Found:
     users name it by.
 
     `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target
-    pass's, by the bytes of weights. `why` says where both come from. `is_assumed`: the acceptance
+    pass's, by the bytes of weights. `why` says where the two come from. `is_assumed`: the acceptance
     was not measured. `refusal` says why it cannot be used after all; None: it can, as far as is
     known. `may_pass`: the refusal is for something such as too little memory.
     """
@@ -138,7 +138,7 @@ class Search:
         ]
 
     def learned(self, found: Found) -> Search:
-        """Returns the search with what was learned about something that it found."""
+        """Returns the search with `found` in place of what it has of the same folder."""
         judged = [found if drafter.folder == found.folder else drafter for drafter in self.judged]
         return replace(self, judged=_ordered(judged))
 

@@ -28,10 +28,8 @@ def search_state(places: Sequence[Path]) -> str:
 
 
 def read_search(target: Path, conditions: str, state: str) -> list[dict[str, Any]] | None:
-    """Returns what `keep_search` was last given for the target's folder and these conditions.
-
-    None if it had another state or cannot be read.
-    """
+    """Returns `found` as `keep_search` was last given it for the target's folder and these
+    conditions; None if the state was another one, or if it cannot be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         kept = json.loads(_file(target, conditions).read_text("utf-8"))
         if kept["state"] == state:
@@ -45,9 +43,11 @@ def keep_search(
     state: str,
     found: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Stores the result of a search for the target in this folder, and what runs showed since.
+    """Stores `found`, what a search found for the target in the folder `target`, and what runs
+    showed of it since.
 
-    `conditions` say how the models were run. Does nothing where the file cannot be written.
+    `conditions` say how the models were run, `state` is that of the files looked at
+    (`search_state`). Does nothing where the file cannot be written.
     """
     with suppress(OSError, ValueError):
         write_whole(

@@ -71,12 +71,13 @@ def load(
     spreads a target over all GPUs and the CPU, as far as needed. `draft_device` None means the
     target's device, or a second GPU if `device` is `auto` and there is one, or what fits best with
     `auto-map`. `announce` is called with a short description of each step. `process` is a process
-    started earlier to run PEARL's draft model; None starts one when PEARL first runs. `exit_layer`
-    is the file or folder of EESD's exit layer; None takes the one trained for this target on this
-    machine, or the bundled target's. `head` is the folder or Hugging Face id of a trained head
-    (Medusa, EAGLE or GliDe); methods that need another kind of head take the one trained for this
-    target on this machine. `backend` says whose forward pass runs: `native`, `transformers`, or
-    `auto` for the first of the two that supports the model. With `exact`, a token's logits have the
+    started earlier to run the draft model during the target's passes; None starts one when a method
+    first needs it. `exit_layer` is the file or folder of an exit layer; None takes the one trained
+    for this target on this machine, or the bundled target's. `head` is the folder or Hugging Face
+    id of a trained head of any kind (for the method `medusa`, `eagle`, `mtp`, `glide` or `block`);
+    methods that need another kind of head take the one trained for this target on this machine.
+    `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
+    two that supports the model. With `exact`, a token's logits have the
     same bits in all passes of the target, on a CPU or one CUDA device; trees of drafts do not have
     this promise. `context` is the most tokens of prompt and output together, at most the target's
     own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are
@@ -89,7 +90,7 @@ def load(
     target; they are used where none is named. Such a model's weights are loaded at once: one that
     cannot be loaded is left out, and so is one of which the target accepts too little in a short
     trial, which is made once. `find` can also be `untried` (no trial is made), `unloaded` (nor are
-    the weights loaded: PEARL may load them in another process) or `heads` (no model is looked for).
+    the weights loaded: another process may load them) or `heads` (no model is looked for).
 
     Calls of `generate` and `rounds` without a method take the tuned profile in the folder
     `profile`; None: the one that `specgen tune` saved for this pair, if it fits; `none`: no
@@ -357,9 +358,9 @@ def with_draft_dtype(pair: Pair, name: str, process: DraftProcess | None = None)
     """Returns another pair of the same target and trained parts. The draft model's weights are
     rounded to `name`, such as `int8`.
 
-    `process` is a process started earlier to run this draft model for PEARL; None starts one when
-    PEARL first runs. Both pairs can be used in turn. Raises SpecgenError if the draft model cannot
-    be rounded so.
+    `process` is a process started earlier to run this draft model during the target's passes; None
+    starts one when a method first needs it. The two pairs can be used in turn. Raises SpecgenError
+    if the draft model cannot be rounded so.
     """
     draft = pair.draft
     assert draft is not None
@@ -394,8 +395,9 @@ def with_found(
     """Returns another pair of the same target and trained parts, with a draft model that was found
     for the target.
 
-    `options` name the dtypes. `device` None: that of the pair's draft model, else the target's. See
-    `with_draft_dtype`.
+    `options` name the dtypes. `device` None: that of the pair's draft model, else the target's.
+    `process` is as for `with_draft_dtype`. Raises SpecgenError if the model cannot be run so,
+    RunError if memory is short.
     """
     files = describe(
         found.folder, ModelSource(found.name, backend=pair.target.files.source.backend)
@@ -426,7 +428,7 @@ def _with_draft(pair: Pair, draft: DraftModel, process: DraftProcess | None) -> 
 
 
 def runs_apart(draft: DraftModel | None, target: torch.device) -> bool:
-    """Whether a process of its own runs the draft model for PEARL, at the same time as the target.
+    """Whether a process of its own can run the draft model during the target's passes.
 
     False if there is no draft model for it, if processes cannot be started, and if both models are
     on the same accelerator: there, kernels of two processes take turns, while kernels of two CUDA

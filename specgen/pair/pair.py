@@ -228,9 +228,9 @@ class Pair:
 
     @_in_turn
     def prepare(self, request: Request) -> Run:
-        """Returns `run(request)`, which does slow work at the first call. For PEARL it also waits
-        until the process that runs the draft model is ready, so that the first round need not
-        wait."""
+        """Returns `run(request)`, which does slow work at the first call. If drafts are made during
+        the target's passes, it also waits until the draft model is loaded for that, so that the
+        first round need not wait."""
         run = self.run(request)
         if isinstance(run.schedule, Parallel):
             run.schedule.ready()
@@ -244,7 +244,7 @@ class Pair:
         of settings that are `auto`, unless an earlier call, also of another process on this
         machine, has stored them. For a repeatable request they follow from the models' sizes
         instead. Without a seed in the request, each run draws a random one, and a repeatable one
-        takes 0.
+        takes 0. Raises SpecgenError if what drafts is missing or cannot be used.
         """
         self.models.check_open()
         return request.method.start(self.models, request)
@@ -271,9 +271,9 @@ class Pair:
     ) -> None:
         """Runs some forward passes, so that the first measured one is not slower than the others.
 
-        Loads the draft model's weights if later runs need them in this process: those of methods
-        that draft before each target pass (`sequential`), or of PEARL (`parallel`) if no other
-        process drafts for it. `announce` is called with a short description of each step. If a
+        Loads the draft model's weights if later runs need them in this process: runs that draft
+        before each target pass (`sequential`), or during the target's passes (`parallel`) if no
+        other process drafts then. `announce` is called with a short description of each step. If a
         loaded model is on the CPU, also sets torch's number of threads for the whole process, to
         what suits this pair. So a library that uses specgen should not call it. `remembered`: takes
         the number of threads that an earlier process has measured for this pair, if any, and then
@@ -304,7 +304,7 @@ class Pair:
         have learned.
 
         Then a new run cannot begin (SpecgenError). Runs that have begun can be finished, except
-        PEARL's (RunError).
+        those for which that process drafts (RunError).
         """
         self.models.close()
 

@@ -22,8 +22,8 @@ def find(
     *,
     any_draft_dtype: bool = False,
 ) -> tuple[Profile | None, str]:
-    """Returns the profile for this pair and sampling, and why there is none that can be used; empty
-    if there is none at all.
+    """Returns the profile for this pair and sampling, None if none can be used, and the reason why
+    not: empty if one can be used, or if there is none at all.
 
     The profile is read from `folder`. If `folder` is None, it is read from the folder where
     `specgen tune` saves it by default; where that has none, the reason names the latest one that

@@ -26,7 +26,7 @@ class Result:
     """The output of a finished decoding run. `text` ends before a stop string; `token_ids` are all
     new tokens.
 
-    `summary` holds statistics of the run, the same as the last line of a trace file.
+    `summary` holds statistics of the run: the last line of a trace file, without its `type`.
     """
 
     text: str
@@ -62,7 +62,8 @@ def sampling_with(
     leave `settings`.
 
     The output also ends before the stop strings of the target's generation config, and before the
-    text `turn_end`, if it is not empty, unless it goes on after end-of-sequence tokens.
+    text `turn_end`, if it is not empty, unless it goes on after end-of-sequence tokens. Raises
+    SpecgenError if `sampling` is of another type or a value is out of range.
     """
     if not isinstance(sampling, SamplingParams | None):
         raise SpecgenError(f"sampling is {shown(sampling)}", "Give specgen.SamplingParams(...)")
@@ -78,11 +79,12 @@ def sampling_with(
 
 def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
     """Returns the token ids of a prompt: text, messages for the chat template, or token ids
-    already.
+    already, which are not checked (see `check_prompt_ids`).
 
     The second value is the text that ends the answer to messages, see `Tokenizer.turn_end`; empty
-    if there is none, and for other prompts. Raises SpecgenError for any other type, and for
-    messages without role and content or that the template refuses.
+    if there is none, and for other prompts. Raises SpecgenError for bytes, for what is no sequence,
+    for a list with texts in it, and for messages without role and content or that the template
+    refuses.
     """
     if isinstance(prompt, str):
         # tokenizers may add special tokens to an empty text
@@ -123,7 +125,7 @@ def several(prompt: object) -> list[Prompt] | None:
 
 def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int]:
     """Returns the prompt's token ids as Python integers. Raises SpecgenError for an empty prompt,
-    and for an id below 0 or not below `num_embeddings`."""
+    and for an id that is no integer from 0 to `num_embeddings` - 1."""
     given = list(prompt_ids)
     if not given:
         raise SpecgenError("the prompt is empty", "Give the model a text to continue")

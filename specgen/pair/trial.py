@@ -23,10 +23,10 @@ TEXTS = "The history of the city", "def fibonacci(n):"
 
 
 def tried(pair: Pair, found: Found) -> Found:
-    """Returns the pair's draft model, which was found as `found`, with the acceptance of its
-    tokens, as a few rounds show it.
+    """Returns `found`, which is the pair's draft model, with the `acceptance` that a few rounds
+    show.
 
-    Loads both models. Raises whatever running them raises.
+    Loads the target and the draft model. Raises whatever running them raises.
     """
     sampling = SamplingParams(max_new_tokens=ROUNDS * (LENGTH + 1), ignore_eos=True)
     counts = Figures("sd")

@@ -75,8 +75,7 @@ class TracedRun:
         return None if self.summary is None else self.summary["finish_reason"]
 
     def fold(self) -> Figures:
-        """Returns the run's figures, computed from its rounds: a run that was cut off has them,
-        too."""
+        """Returns the run's figures (see `add_to`). A run that was cut off has them too."""
         figures = Figures(self.method)
         self.add_to(figures)
         return figures
@@ -188,8 +187,11 @@ _LINE: Any = Annotated[_StartLine | _RoundLine | _SummaryLine, Field(discriminat
 
 
 def read_trace(path: Path) -> Iterator[TracedRun]:
-    """Yields the runs of a trace, one at a time in memory. Raises SpecgenError if the file is not a
-    trace."""
+    """Yields the runs of a trace, of which it keeps one at a time in memory.
+
+    Raises SpecgenError if the file cannot be read, holds no run, or has a line that does not belong
+    in a trace, also after it has yielded runs.
+    """
     run: TracedRun | None = None
     for number, end, line in _lines(path):
         where = f"{path}, line {number:,}"

@@ -182,6 +182,7 @@ def bounds_of(tokens: Iterable[DraftedToken], c: float) -> dict[str, Any] | None
     SVIP's estimate with constant c. None if no token's entropy, overlap and KL divergence were
     recorded.
 
+    - `tokens`: the number of tokens compared, those with all three numbers; `c`: the constant.
     - `below_estimate`: the share of tokens whose acceptance probability is below the estimate.
     - `entropy_ratio`: the median of H(q,p) / H(q), cross-entropy by entropy; `measured_c`: the
       constant c that follows from it; both None if every entropy is close to 0. `entropy_ratios`:
@@ -353,8 +354,9 @@ class TraceStatistics:
         }
 
     def acceptance_by_entropy(self) -> list[Bin]:
-        """Returns the acceptance rate of verified tokens for each range of the draft's entropy
-        (SVIP, Figure 2, top)."""
+        """Returns the acceptance rate of verified tokens for each range of the entropy of the
+        draft's distribution (SVIP, Figure 2, top). See `acceptance_bins`; `mean` is the mean
+        entropy."""
         verified = [token for token in self.tokens if token.status is not TokenStatus.DISCARDED]
         judged = ((token.entropy, token.status is TokenStatus.ACCEPTED) for token in verified)
         return acceptance_bins(judged, _ENTROPIES, "mean")
@@ -380,8 +382,8 @@ class TraceStatistics:
         return binned(self.drafts, lambda draft: draft.entropy, _ENTROPIES, figures)
 
     def length_correlation(self) -> float | None:
-        """Returns Pearson's correlation of a draft's mean entropy and its number of accepted
-        tokens. None for fewer than two drafts, or if one of the two is the same for all."""
+        """Returns Pearson's correlation of the drafts' mean entropies and numbers of accepted
+        tokens. None for fewer than two drafts, and if all entropies or all numbers are equal."""
         try:
             return correlation(
                 [draft.entropy for draft in self.drafts], [draft.accepted for draft in self.drafts]

@@ -25,7 +25,8 @@ class TraceWriter:
     The constructor locks the file, and the first line opens it. An existing file is replaced,
     unless `keep` is set before the first line: then its first `keep` bytes stay, and lines are
     added after them. With `resumes` there has to be a file, and `keep` is 0. Raises SpecgenError if
-    another process of this user writes to the file, or if it holds anything but a trace.
+    this file is missing, if another process of this user writes to the file, or if it holds
+    anything but a trace.
     """
 
     def __init__(self, path: Path, *, resumes: bool = False) -> None:
@@ -55,7 +56,8 @@ class TraceWriter:
                 )
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes one line. Raises RunError if the line cannot be written."""
+        """Writes one line. Raises RunError if it cannot be written, ValueError if it holds NaN or
+        infinity."""
         data = json_line(line)
         try:
             if self._file is None:

@@ -107,8 +107,8 @@ class Corpus:
         """Returns at most `max_tokens` consecutive tokens of a random document whose use (`Use`)
         is one of `uses`.
 
-        A document is chosen with probability proportional to its length. With `from_start` they are
-        its first tokens; otherwise they begin at a random place.
+        A document is chosen with probability proportional to its length; there has to be one. With
+        `from_start` its first tokens are returned, otherwise tokens from a random place on.
         """
         documents, ends = self._documents(uses)
         position = rng.randrange(ends[-1])

@@ -249,8 +249,8 @@ class DraftObjective(Objective):
         return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
 
     def agreement(self) -> dict[str, float | None]:
-        """Returns the share of tokens for which draft and target have the same most probable token,
-        in greedy and sampled text.
+        """Returns, for `greedy` and for `sampled` text, the share of tokens for which draft and
+        target have the same most probable token.
 
         It is measured on the generated tokens of held-out texts; None where there are no such
         tokens. A draft with another tokenizer reads a text as in drafting (see `translate`).

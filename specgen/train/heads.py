@@ -209,8 +209,8 @@ class HeadObjective(Objective):
     @torch.no_grad()
     def ranks_of(self, text: Text) -> Tensor:
         """Returns the ranks [text's tokens, depths] that the head gives to the target's most
-        probable tokens, for a draft after each token of the text; -1 where nothing is predicted.
-        See `held_out_agreement`."""
+        probable tokens, for a draft after each token of the text from the prompt's last one on; -1
+        before, and where nothing is predicted. See `held_out_agreement`."""
         whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
         predictions, (depths, top_k_ids, _) = self.predictions(
             whole.part(slice(None), self.device), None

@@ -292,7 +292,8 @@ class Training:
         """Trains until the budget is spent.
 
         Raises TrainingStopped if a stop is requested, after saving the state; RunError if the loss
-        is not finite; SpecgenError if the file with the state is damaged.
+        is not finite; SpecgenError if the file with the state is damaged, and OSError if it cannot
+        be written.
         """
         state = self.task.folder / "state.pt"
         if state.exists():
@@ -458,8 +459,8 @@ def held_out_agreement(
     for all other texts (`sampled`), the share of right predictions by depth: the n-th number is
     that of the n-th drafted token, where all tokens before it were right (EAGLE's n-alpha), up to
     the last that was ever reached. It is None if there are no such texts. `ranks[n][r]` is the
-    share of the n-th tokens to which rank r was given, whatever was predicted before; the mean of
-    both kinds of text, empty without texts.
+    share of the n-th tokens to which rank r was given, whatever was predicted before: the mean of
+    the shares in greedy and in sampled texts, as far as there are any; empty without texts.
     """
     agreement: dict[str, list[float] | None] = {"greedy": None, "sampled": None}
     tables: list[Tensor] = []

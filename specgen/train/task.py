@@ -96,8 +96,8 @@ class TrainingTask:
             raise SpecgenError(f"{self.folder} belongs to another run ({'; '.join(changed)})", hint)
 
     def made_with(self) -> dict[str, Any]:
-        """Returns the command line, the recipe and the library versions, which are stored with the
-        result."""
+        """Returns one mapping, which is stored with the result: the recipe's fields, the library
+        versions, and under `command` the command line, if it is that of `specgen tune`."""
         command = (
             {"command": "specgen " + " ".join(sys.argv[1:])} if sys.argv[1:2] == ["tune"] else {}
         )

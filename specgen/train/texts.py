@@ -117,7 +117,8 @@ class TextGeneration:
 
     `seconds` is the time spent on generation, including the time before an interruption. With a
     budget in steps, the texts depend only on the seed and the number of texts generated at once,
-    which stays the same for an interrupted process.
+    which stays the same for an interrupted process. The constructor raises SpecgenError if a stored
+    batch is damaged.
     """
 
     def __init__(self, target: LoadedModel, task: TrainingTask, uses: Sequence[Use]) -> None:
@@ -149,7 +150,8 @@ class TextGeneration:
     def run(self) -> list[Text]:
         """Generates the batches that are not stored yet, and returns the texts of all batches.
 
-        Raises TrainingStopped if a stop is requested. The unfinished batch is then lost.
+        Raises TrainingStopped if a stop is requested; the unfinished batch is then lost. Raises
+        RunError if the target's logits contain NaN.
         """
         while self._has_next():
             start = time.monotonic()

@@ -122,9 +122,10 @@ def export(
     """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine
     supports.
 
-    Returns the options to give to the engine, and notes on what these options cannot express. Where
-    plain decoding is `chosen` or the engine supports none of the methods, these are the options for
-    plain decoding, and a note says so. If another method is chosen that the engine does not
+    Returns the text to give to the engine (a command, a program or a config file), and notes on
+    what it cannot express. Raises SpecgenError for an unknown engine. Where
+    plain decoding is `chosen` or the engine supports none of the methods, the text is for plain
+    decoding, and a note says so. If another method is chosen that the engine does not
     support, a note says this. If that drafts with the draft model, the engine's own method for
     draft models takes its place, with the mean length of its drafts. `target` and `draft` are the
     models' names (None: no draft model), `heads` are the trained heads by method. With

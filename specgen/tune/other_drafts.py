@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 def with_other_drafts(
     pair: Pair, options: ModelOptions, opened: ExitStack
 ) -> tuple[Pair, list[Callable[[Pair], Pair | None]]]:
-    """Returns the pair, with a draft model if one was found for the target, and functions that make
-    pairs with other drafts from the best pair so far.
+    """Returns the pair, with the first draft model that was found if it has none, and functions
+    that make a pair with another draft from the best pair so far; None: it cannot gain.
 
-    The others are the further drafts that were found, and the best one with rounded weights, unless
-    `options` say how its weights are. `opened` closes the pairs.
+    The other drafts are the further ones that were found, and the best pair's with rounded weights,
+    unless `options` name its dtype. `opened` closes all pairs that are made.
     """
 
     def with_draft(draft: Found, best: Pair) -> Pair:

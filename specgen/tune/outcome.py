@@ -188,12 +188,12 @@ class Candidate:
 
     `predicted` is the speed expected from a simulation, `measured` the speed on the real models.
     `speedup` is measured against plain decoding on the same prompts, with the 95 % interval `low`
-    to `high`. All but `predicted` are None if the method was not run on the real models; one prompt
-    gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on the
+    to `high`; one prompt gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on the
     same `prompts` (their number): `speedup` is `measured` divided by it. `tokens` is the number of
-    tokens that the method generated in them, `draft_length` the mean length of its drafts; None if
-    it is not known. `perplexity` is that of a lossy method's output under the target; if there are
-    lossy methods, plain decoding has one too. Otherwise it is None.
+    tokens that the method generated in them, `draft_length` the mean length of its drafts. All
+    these but `predicted` are None if the method was not run on the real models. `perplexity` is
+    that of a lossy method's output under the target; if there are lossy methods, plain decoding has
+    one too. Otherwise it is None.
     """
 
     name: str
@@ -369,8 +369,8 @@ class TuningOutcome:
         """The method to decode with: the best one if it was proven to be faster than plain
         decoding, else the default.
 
-        Plain decoding takes the default's place only if that was slower on several prompts, and if
-        no other method may be faster, or if the user named others.
+        Plain decoding takes the default's place if the default was slower on several prompts and no
+        other method may be faster, and if the user named other methods than the default.
         """
         if self.verdict == "pays":
             return self.best

@@ -83,11 +83,13 @@ class Prospects:
         return self._strikes[name] >= (STRIKES if name in SIMPLE else 1)
 
     def floor(self, name: str) -> float:
-        """Returns the speedup below which settings of the method are far behind.
+        """Returns the speedup below which settings of the method are far behind: `BEHIND` times the
+        best speedup so far of any lossless method, or for a method that the user named, of this
+        method.
 
-        Plain decoding never is: all are compared with it. Nor are the first settings of a method
-        whose drafts are chains: they cost little, and who wants this method, or an engine that has
-        no other, needs some.
+        It is 0 for plain decoding, and for a method whose drafts are chains until some of its
+        settings were simulated. So every such method has settings, for users and engines that want
+        this method.
         """
         if name == PLAIN or (name in SIMPLE and name not in self._best_of):
             return 0.0
@@ -110,7 +112,7 @@ class Prospects:
 
     def is_behind(self, name: str, figures: Figures) -> bool:
         """Whether a simulation with these figures so far is far behind, even with `SLACK` more
-        tokens in the same time; with `LARGER_SLACK` where it costs little."""
+        tokens in the same time; `LARGER_SLACK` for a method whose drafts are chains."""
         seconds = figures.seconds - figures.phase_seconds["prefill"]
         slack = LARGER_SLACK if name in SIMPLE else SLACK
         tokens = figures.new_tokens + slack

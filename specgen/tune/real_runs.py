@@ -62,8 +62,8 @@ def plan(speed: PlainSpeed, share: float, left: float, methods: int, tokens: int
     `share` of the seconds that are `left`.
 
     Methods are left out before runs get shorter than `FEWEST_TOKENS`. Where `share` is not enough
-    for plain decoding and one other method, all of `left` is taken. None: there is no time for one
-    short run of both.
+    for plain decoding and one other method, all of `left` is taken. Returns None if even that is
+    too short for one short run of each of the two.
     """
     warm_up = speed.seconds(WARM_UP_TOKENS)
     for count in range(methods, 1, -1):

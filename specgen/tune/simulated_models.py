@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Drafting(NamedTuple):
     """The runners of a target and of what drafts for it, as runners that keep their outputs.
 
-    `prefill_seconds` is the time of the drafter's pass over the prompt. `drawn` runs the same model
-    as `runners.draft`; None in greedy decoding.
+    `memoised` is the runner that drafts, None if no model drafts. `prefill_seconds` is the time of
+    its pass over the prompt. `drawn` runs the same model and draws its tokens; None in greedy
+    decoding.
     """
 
     runners: Runners
