@@ -306,7 +306,8 @@ def with_our_names(args: list[str]) -> list[str]:
 
 
 def with_options(name: str, *, shows_all: bool = True) -> Any:
-    """Returns the typer command `name` with all its options."""
+    """Returns the typer command `name` with all its options. Unless `shows_all`, its help shows
+    only those in `SHOWN`."""
     single = typer.Typer(add_completion=False, **_SHARED)
     register = single.command(name, cls=Command, help=COMMANDS[name][0])
     register(reported(command(name, shows_all=shows_all)))

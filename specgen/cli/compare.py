@@ -347,8 +347,8 @@ class Comparison:
         return f"Interrupted after {counted(len(self._results.runs), 'run')}; {hint}."
 
     def _energy_notes(self) -> list[str]:
-        """A sentence that says how joules were counted or why they are unavailable. None without
-        --energy."""
+        """Returns a sentence that says how joules were counted or why they are unavailable; an
+        empty list without --energy."""
         energies = [run.line.get("energy") for run in self._results.runs.values()]
         energy = next(filter(None, energies), None)
         if energy is None or not self._results.config.energy:

@@ -11,8 +11,8 @@ def line_reader() -> Callable[[str], str]:
 
     A pasted text may have several lines, and Alt-Enter begins a new line. Earlier messages come
     back with the arrow keys. The function raises KeyboardInterrupt for Ctrl-C, also right after
-    Enter, and EOFError for Ctrl-D in an empty line. A terminal that obeys no cursor movements
-    (`TERM=dumb`) gets none.
+    Enter, and EOFError for Ctrl-D in an empty line. To a terminal that obeys no cursor movements
+    (`TERM=dumb`) it sends none, and gives the user only what `input` does.
     """
     if os.environ.get("TERM") in ("dumb", "unknown"):
         return input

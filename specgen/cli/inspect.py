@@ -39,7 +39,7 @@ def inspect(
     output: OutputOptions,
 ) -> None:
     """Shows traces, a pair of models or the methods. Raises SpecgenError for options that
-    contradict each other."""
+    contradict each other, and for traces and models that cannot be read."""
     _check(asked, shown, pair, models)
     if asked.traces:
         inspect_traces(asked.traces, output, shown)

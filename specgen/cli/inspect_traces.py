@@ -90,7 +90,8 @@ def _refuse_model(path: Path) -> None:
 def inspect_traces(paths: Sequence[Path], output: OutputOptions, options: TraceOptions) -> None:
     """Shows the traces as text, JSON lines or an HTML page.
 
-    Raises SpecgenError for a file that is not a trace, and for a page that cannot be written.
+    Raises SpecgenError for a file that is not a trace, for a page that cannot be written, and if a
+    method has no run of the number `options.run`.
     """
     html = options.html
     check_outputs({"--html": html}, [("the trace", path) for path in paths])

@@ -49,7 +49,8 @@ def open_pair(
     its weights are loaded too, or in a `worker`, which on a CPU is a second process. That process
     is started first, so that both import torch at the same time. `remembered`: see `Pair.warm_up`.
     `find` says what to look for where no drafter is named: see `specgen.load`. `is_method_named`:
-    nothing is said about a profile that does not fit, unless the user named that profile.
+    nothing is said about a profile that does not fit, unless the user named that profile. Raises
+    SpecgenError and RunError as `specgen.load`.
     """
     disable_hub_progress(err, quiet=quiet)
     profile = None
@@ -147,8 +148,8 @@ def disable_hub_progress(err: Console, *, quiet: bool) -> None:
 
 
 def models_in_words(pair: Pair, *, with_draft: bool = True) -> str:
-    """Returns the models' names (without the draft's unless `with_draft`), the target's device and
-    its dtype."""
+    """Returns the models' names (without the draft's unless `with_draft`; `demo pair` for the
+    bundled ones), the target's device and its dtype."""
     target = pair.target
     names = target.name
     if with_draft and pair.draft is not None:
@@ -177,7 +178,8 @@ def find_profile(
     *,
     any_draft_dtype: bool = False,
 ) -> Profile | None:
-    """Returns the profile that `pair.profile_search.find` finds; tells `note` why it finds none."""
+    """Returns the profile that `pair.profile_search.find` finds, None if it finds none; then tells
+    `note` why. Raises as that."""
     profile, why_not = profile_search.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
     if why_not:
         note(why_not)

@@ -438,8 +438,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output. `max_new_tokens` None is the
-    default, and in a conversation no limit."""
+    """The options for sampling, with the texts that end the output. `max_new_tokens` None stands
+    for `MAX_NEW_TOKENS`, in a conversation for no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None

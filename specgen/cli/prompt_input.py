@@ -59,7 +59,7 @@ class PromptInput:
 
     def text(self) -> str:
         """Returns the whole prompt. Waits for a pipe's first byte, and if it comes in time for the
-        pipe's end."""
+        pipe's end. Raises SpecgenError if the pipe's text is too long or not UTF-8."""
         if self._pipe is not None:
             is_joined = self._add(self._pipe.read())
             if not is_joined:

@@ -63,7 +63,8 @@ class PromptsFile:
 
     def run(self, start: Start, trace: TraceWriter | None) -> None:
         """Answers all prompts. Answers in the trace of an interrupted run are shown again, so that
-        standard output holds all."""
+        standard output holds all. Raises SpecgenError if the trace holds another interrupted run,
+        and as `OutputWriter.write`."""
         if trace is not None and self._output.trace is not None:
             self._continue(self._output.trace, trace)
         if self._later_turns:
@@ -208,7 +209,7 @@ def keys_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def holds_prompts(text: str) -> bool:
-    """Whether a text is a file of prompts in JSON lines."""
+    """Whether a text is one of prompts in JSON lines, by its first line."""
     line = text.lstrip().partition("\n")[0]
     if not line.startswith("{"):
         return False

@@ -45,8 +45,9 @@ def train(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Loads the models, trains, and prints the result. Raises KeyboardInterrupt if the user
-    interrupted the training."""
+    """Loads the models, trains, and prints the result. Raises SpecgenError for wrong options and
+    for what cannot be trained, RunError for failures while running, and KeyboardInterrupt if the
+    user interrupted the training."""
     part = part_of(tuning, models)
     asked = Asked(models, tuning, training, seed, part)
     check(asked)

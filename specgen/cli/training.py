@@ -33,7 +33,8 @@ _DEMO_TOKENS = 600_000
 
 def run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, Any]]:
     """Trains, and returns where the result was saved, and its description. Raises
-    KeyboardInterrupt if the user interrupted the training, and RunError if it cannot be saved."""
+    KeyboardInterrupt if the user interrupted the training, RunError if it cannot be saved, and
+    otherwise as `loop.train`."""
     task = objective.task
     target = objective.target
     line = TrainingLine(progress)

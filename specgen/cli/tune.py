@@ -103,7 +103,8 @@ def tune_pair(
     for another engine.
 
     `begin` is when the command started, by `time.perf_counter`. Raises SpecgenError if an option is
-    wrong.
+    wrong or nothing can be tuned, and RunError if the profile cannot be written, after all else is
+    done.
     """
     request = _request(models, asked, sampling, begin)
     # --export may take the profile of an earlier tuning, if it has what the options ask for

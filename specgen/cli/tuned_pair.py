@@ -31,7 +31,8 @@ def with_tuned_draft(
     found for the target; else the pair as it is.
 
     It is that of the profile in `folder`; None: that of the target's latest profile for this
-    sampling. `options` say in which dtype it is loaded, `process` is as for `with_profile`.
+    sampling. `options` say in which dtype it is loaded, `process` is as for `with_profile`. Raises
+    SpecgenError if the profile in `folder` cannot be read, or the draft model cannot be used.
     """
     drafts = other_drafts(pair.found, pair.draft)
     if not drafts:

@@ -264,10 +264,11 @@ class Method:
         return self.any_policy and self.policy == ADAPTIVE
 
     def without_part(self, target: str | None) -> SpecgenError:
-        """Returns the error to raise if what the method drafts with is missing.
+        """Returns the error to raise if what the method drafts with is missing. Only for methods
+        that draft with a model or a part.
 
-        The hint names the command that trains it for the model `target`; None is the bundled
-        target, whose training text is included.
+        If a part is missing, the hint names the command that trains it for the model `target`; None
+        is the bundled target, whose training text is included.
         """
         raise NotImplementedError
 

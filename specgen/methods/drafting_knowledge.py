@@ -181,9 +181,10 @@ class DraftingKnowledge:
 
 def draft_cost(models: Models) -> float:
     """Returns the cost of a pass of the draft model in target passes, by the bytes of weights that
-    both read.
+    a pass of each reads. There must be a draft model.
 
-    On devices of two kinds bytes say nothing of time, and it is the guess.
+    If the two are on devices of different kinds, bytes say nothing of time, and the result is a
+    guess.
     """
     draft = models.draft
     assert draft is not None

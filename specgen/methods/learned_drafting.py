@@ -93,8 +93,8 @@ class DraftingCosts:
         return cls(draft / single, verify, start / single, verify_start)
 
     def with_values(self, draft: float | None, verify: float | None) -> DraftingCosts:
-        """Returns these costs with `draft` replaced by the given value, and `verify_start` and
-        `verify` by 0 and the given value; None keeps what there is."""
+        """Returns these costs with the given `draft` and `verify`; None keeps its own. A given
+        `verify` holds for all drafted tokens: `verify_start` is then 0."""
         drafting = self.draft if draft is None else draft
         if verify is not None:
             return DraftingCosts(drafting, verify, self.start)
@@ -156,8 +156,9 @@ def verifying(seconds: Callable[[int], float], widest: int) -> tuple[float, floa
     """Returns `DraftingCosts.verify` and `verify_start` for the seconds of target passes over 1, 2
     and `widest` (above 2) tokens.
 
-    They give the time over `widest` tokens, and that over 2 too unless this is below the straight
-    line.
+    By these costs the pass over `widest` tokens takes as long as it did. So does the pass over 2,
+    unless it took less than the straight line from 1 token to `widest` says: then `verify_start` is
+    0.
     """
     single = seconds(1)
     further = widest - 1

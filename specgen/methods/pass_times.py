@@ -139,10 +139,10 @@ class PassTimes:
         model.
 
         They are measured once for each combination of what changes them: the length rounded up to a
-        power of two, which processing the logits get (temperature, top-k, top-p, penalties), where
-        the draft model runs, and whether its logits are passed on (`record`, see `Request`). The
-        seconds of a draft pass are infinite if the draft model cannot read a context of this
-        length.
+        power of two; whether tokens are drawn, and whether top-k, top-p or min-p and penalties are
+        on; whether the draft model runs in another process, and how many threads that leaves to the
+        target; and whether the draft's logits are passed on (`record`, see `Request`). If the draft
+        model cannot read a context of this length, the seconds of its passes are infinite.
         """
 
         def measure() -> Sample[dict[str, float]]:
@@ -155,8 +155,8 @@ class PassTimes:
         )
 
     def check(self, context_length: int, sampling: SamplingParams, *, record: bool) -> PassCheck:
-        """Returns what compares a run's passes with the measured ones, those of `costs` for the
-        same arguments."""
+        """Returns what compares a run's passes with those that `costs` has measured for the same
+        arguments, and puts these in doubt if they are far apart."""
         key = self._key(context_length, sampling, record=record)
         return PassCheck(lambda: self._models.measurements.doubt(PASSES, key))
 

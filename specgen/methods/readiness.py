@@ -26,7 +26,7 @@ class Readiness:
 class KnownModels:
     """What is known of a target and what can draft for it before any weights are loaded.
 
-    `draft` is the draft model's name, None without one; `draft_refusal` says why its drafts cannot
+    `draft` is None without a draft model; `draft_refusal` says why its drafts cannot
     be translated token by token, None if they can or need not be. `unlike_llama` is the target's
     family if its layers cannot be run one by one, None if they can or if that is not known.
     `missing_parts` has, for each kind of trained part that cannot be used, the reason and what to

@@ -72,9 +72,9 @@ class Found:
     users name it by.
 
     `acceptance` is that of a drafted token, `cost` a draft pass's time as a share of a target
-    pass's, by the bytes of weights. `why` says where the two come from. `is_assumed`: the acceptance
-    was not measured. `refusal` says why it cannot be used after all; None: it can, as far as is
-    known. `may_pass`: the refusal is for something such as too little memory.
+    pass's, by the bytes of weights. `why` says where the two come from. `is_assumed`: the
+    acceptance was not measured. `refusal` says why it cannot be used after all; None: it can, as
+    far as is known. `may_pass`: the refusal is for something such as too little memory.
     """
 
     kind: str

@@ -188,10 +188,11 @@ class Candidate:
 
     `predicted` is the speed expected from a simulation, `measured` the speed on the real models.
     `speedup` is measured against plain decoding on the same prompts, with the 95 % interval `low`
-    to `high`; one prompt gives no interval (see `evidence`). `plain` is plain decoding's speed in the same turns, on the
-    same `prompts` (their number): `speedup` is `measured` divided by it. `tokens` is the number of
-    tokens that the method generated in them, `draft_length` the mean length of its drafts. All
-    these but `predicted` are None if the method was not run on the real models. `perplexity` is
+    to `high`; one prompt gives no interval (see `evidence`). `plain` is plain decoding's speed in
+    the same turns, on the same `prompts` (their number): `speedup` is `measured` divided by it.
+    `tokens` is the number of tokens that the method generated in them, `draft_length` the mean
+    length of its drafts. All these but `predicted` are None if the method was not run on the real
+    models; `draft_length` also if nothing was drafted. `perplexity` is
     that of a lossy method's output under the target; if there are lossy methods, plain decoding has
     one too. Otherwise it is None.
     """

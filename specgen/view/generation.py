@@ -319,9 +319,9 @@ def footer(
     """Returns the line below the answer: the method, numbers of tokens, speeds, shares.
 
     If it is longer than `width` cells, the less important figures are left out, but never `notes`
-    or `tuned`: the method and settings, in words, if they come from a profile. `where` is the
-    device and the dtype, empty if they are not to be shown. `is_cut`: the limit of the user or the
-    default (-n) ended the output.
+    and `tuned`. `tuned` names, in words, a method and settings that come from a profile; it is
+    empty for others. `where` is the device and the dtype, empty if they are not to be shown.
+    `is_cut`: the limit of the user or the default (-n) ended the output.
     """
     figures = _footer_figures(summary, is_cut=is_cut)
     figures["name"] = tuned or summary.method

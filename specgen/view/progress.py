@@ -65,7 +65,7 @@ class Progress:
 
     def announce(self, what: str) -> None:
         """Shows what is being loaded; nothing during downloads, which have progress bars of their
-        own. A note stays."""
+        own. A text that begins with `note: ` stays, as in `keep`."""
         if what.startswith("note: "):
             self.keep(Text(one_line(what)))
         elif what.startswith("downloading"):
