@@ -19,7 +19,7 @@ from tuning_helpers import outcome
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.pair.pair import Pair
-from specgen.tune.export import ENGINES, ExportedHead, export
+from specgen.tune.export import ENGINES, ExportedHead, ExportedModels, export
 from specgen.tune.outcome import Candidate
 
 GOLDEN = Path(__file__).parent / "golden" / "exports.json"
@@ -69,9 +69,11 @@ CASES = {
     "eagle without a head": of("eagle", "glide", k=2),
     "medusa": of("medusa", nodes=10, k=3),
     "glide": of("glide", k=3),
-    "GGUF files": of("sd", more={"gguf": ("/m/a target.gguf", "/m/draft.gguf")}, k=3),
-    "a GGUF file whose draft is none": of("sd", more={"gguf": ("/m/target.gguf", None)}, k=3),
-    "a GGUF file alone": of("lookup", more={"gguf": ("/m/target.gguf", None)}, k=3, ngram=1),
+    "GGUF files": of(
+        "sd", more={"target_gguf": "/m/a target.gguf", "draft_gguf": "/m/draft.gguf"}, k=3
+    ),
+    "a GGUF file whose draft is none": of("sd", more={"target_gguf": "/m/target.gguf"}, k=3),
+    "a GGUF file alone": of("lookup", more={"target_gguf": "/m/target.gguf"}, k=3, ngram=1),
 }
 
 
@@ -84,7 +86,8 @@ def exported(engine: str) -> dict[str, Any]:
             for name in ("eagle", "medusa", "glide")
         }
         try:
-            text, notes = export(engine, tuned, chosen, *NAMES, heads, **more)
+            models = ExportedModels(*NAMES, heads, **more)
+            text, notes = export(engine, tuned, chosen, models)
             written[label] = {"text": text, "lost": notes}
         except SpecgenError as error:
             written[label] = {"refused": error.message}
@@ -106,12 +109,12 @@ def test_a_method_that_drafts_with_a_model_becomes_the_engines_own(engine: str, 
         "lookup": Candidate("lookup", {}, 130.0, 130.0, 1.3),
     }
     for known in (tuned, {name: tuned[name]}):
-        text, notes = export(engine, known, name, *NAMES)
+        text, notes = export(engine, known, name, ExportedModels(*NAMES))
         assert (
             "--num-draft-tokens 3" if engine == "mlx" else '"num_speculative_tokens": 3'
         ) in text
         assert any("drafts with the same model" in note for note in notes)
-    without = export(engine, {name: tuned[name]}, name, NAMES[0], None)
+    without = export(engine, {name: tuned[name]}, name, ExportedModels(NAMES[0]))
     assert "draft" not in without[0]
 
 
@@ -120,7 +123,8 @@ def test_the_lines_for_transformers_run(
     method: str, demo_pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [str(demo.folder(role)) for role in demo.ROLES]
-    text, _ = export("transformers", {method: Candidate(method, {}, 9.0)}, method, *names)
+    tuned = {method: Candidate(method, {}, 9.0)}
+    text, _ = export("transformers", tuned, method, ExportedModels(*names))
     settings = [
         line.split()[0].split(".")[-1] for line in text.splitlines() if "generation_config." in line
     ]
@@ -138,7 +142,7 @@ def test_the_plain_lines_for_transformers_run(
     demo_pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [str(demo.folder(role)) for role in demo.ROLES]
-    text, (note,) = export("transformers", TUNED, "ar", *names)
+    text, (note,) = export("transformers", TUNED, "ar", ExportedModels(*names))
     assert "assistant" not in text
     exec(text, {})
     prompt = "def fibonacci(n):"
@@ -150,7 +154,7 @@ def test_the_plain_lines_for_transformers_run(
 
 def test_the_best_method_beside_plain_decoding_is_named_with_its_speed() -> None:
     slower = Candidate("sd", {"k": 3}, 90.0, measured=90.0, speedup=0.9)
-    _, notes = export("vllm", {"ar": PLAIN, "sd": slower}, "ar", *NAMES)
+    _, notes = export("vllm", {"ar": PLAIN, "sd": slower}, "ar", ExportedModels(*NAMES))
     assert "the best of what it has is sd, 0.90 times plain decoding here" in notes[-1]
 
 

@@ -16,6 +16,8 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
+from specgen.cli.options import TUNE_ROWS
+from specgen.cli.trainable import TRAINABLE
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy
 from specgen.methods.base import Method
 from specgen.methods.sd import SpeculativeDecoding
@@ -84,6 +86,11 @@ def test_the_parts_of_a_run_are_listed_alike_for_type_checkers_and_for_imports()
         for alias in node.names
     }
     assert typed == decoding._MODULES, "decoding/__init__.py lists each part twice"
+
+
+def test_what_can_be_trained_is_named_in_the_help() -> None:
+    _, value = TUNE_ROWS["methods"]
+    assert value.endswith(f"with --train one of: {', '.join(TRAINABLE)}.")
 
 
 @pytest.mark.parametrize("name", ["lookup", "suffix"])

@@ -16,6 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import file_identity
 from specgen.base.model_options import Finding, ModelOptions
 from specgen.base.types import SamplingParams
+from specgen.tune.export import ENGINES
 
 # By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]
@@ -296,8 +297,7 @@ TUNE_ROWS: Rows = {
     ),
     "export": (
         "ENGINE",
-        "Print settings for transformers, vllm, sglang, tensorrt-llm, llama.cpp, mlx or "
-        "lmstudio. Tunes first, for "
+        f"Print settings for {' or '.join(', '.join(ENGINES).rsplit(', ', 1))}. Tunes first, for "
         "--budget, where there is no profile.",
     ),
     "out": ("DIR", "The profile's folder; by default one for this pair in your data folder."),

@@ -334,29 +334,26 @@ def _export(
     """Prints the options for the engine. `names` are the methods that may be exported, None for
     all."""
     heads = {}
-    for kind in ("medusa", "eagle", "glide"):
+    for kind in filter(None, (methods.find(name).head for name in exports.methods_of(engine))):
         head = pair.parts.load(kind)
         if head is not None:
             name = "eagle3" if head.version == 3 else head.kind
             heads[str(head.kind)] = exports.ExportedHead(str(head.path), name)
     draft = pair.draft
-    tokenizers_differ = draft is not None and (
-        draft.translation is not None or draft.refusal is not None
+    models = exports.ExportedModels(
+        _exported_name(pair.target, engine),
+        None if draft is None else _exported_name(draft, engine),
+        heads,
+        tokenizers_differ=draft is not None
+        and (draft.translation is not None or draft.refusal is not None),
+        draft_dtype=profile.draft_dtype,
+        target_gguf=_gguf_file(pair.target),
+        draft_gguf=None if draft is None else _gguf_file(draft),
     )
     tuned = {
         name: method for name, method in profile.methods.items() if names is None or name in names
     }
-    text, notes = exports.export(
-        engine,
-        tuned,
-        profile.chosen.method,
-        _exported_name(pair.target, engine),
-        None if draft is None else _exported_name(draft, engine),
-        heads,
-        tokenizers_differ=tokenizers_differ,
-        draft_dtype=profile.draft_dtype,
-        gguf=(_gguf_file(pair.target), None if draft is None else _gguf_file(draft)),
-    )
+    text, notes = exports.export(engine, tuned, profile.chosen.method, models)
     print_result(text)
     for note in notes if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)
@@ -364,7 +361,7 @@ def _export(
 
 def _exported_name(model: LoadedModel, engine: str) -> str:
     """Returns the name by which the engine loads the model."""
-    if engine == "transformers" and model.files.source.is_bundled:  # of the bundled pair
+    if exports.ENGINES[engine].finds_bundled and model.files.source.is_bundled:
         return str(model.folder)
     return model.name
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
-
-import yaml
 
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
@@ -22,41 +20,33 @@ if TYPE_CHECKING:
 LENGTH = 5
 PLAIN = "ar"
 FOR_DRAFTS = "sd"  # what engines have for draft models
-_SUPPORTING: Mapping[str, Sequence[str]] = {  # the engines that have each method
-    "sd": ("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp", "mlx", "lmstudio"),
-    "heuristic": ("transformers",),
-    "confidence": ("transformers", "llama.cpp"),
-    "lookup": ("transformers", "vllm", "sglang", "tensorrt-llm", "llama.cpp"),
-    "suffix": ("vllm",),
-    "eagle": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
-}
 _TARGET = "TARGET.gguf"  # where there is no GGUF file
-_READING_GGUF = "llama.cpp", "lmstudio"
 _CONVERT = "convert the models to GGUF first; quantised weights have other costs and acceptances"
-# Notes for the user by engine and method: what the exported options do not say. Names in braces
-# stand for the value of a setting, the `head`'s folder or the `target`'s name.
-NOTES: Mapping[str, Mapping[str, str]] = {
-    "transformers": {
-        "heuristic": "transformers' schedule has no maximum draft length: {max_draft} is left out",
-    },
-    "lmstudio": {
-        "sd": (
-            "models are named by their keys in LM Studio, which chooses the draft's "
-            "length itself; not tried here"
-        )
-    },
-    "vllm": {"suffix": "vLLM needs the package arctic-inference for suffix decoding"},
-    "sglang": {
-        "lookup": "SGLang's n-gram search has settings of its own: ngram {ngram} is left out"
-    },
-    "llama.cpp": {
-        "confidence": (
-            "a token under p-min is dropped where specgen keeps it: drafts are one token shorter"
-        ),
-        "lookup": "exactly {ngram} tokens are looked for, where specgen goes on to fewer",
-        "eagle": "the head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
-    },
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine to export to.
+
+    `write` writes its options for a method, `write_plain` those for plain decoding of a target.
+    `methods` are the methods that it has, each with a note for the user on what the options do not
+    say (empty: nothing); names in braces stand for the value of a setting, the `head`'s folder or
+    the `target`'s name. `head_kinds` are the kinds of heads that it reads (`ExportedHead.kind`).
+
+    `drafts_trees`: it drafts trees with heads. `translates`: it takes drafts whose tokenizer is not
+    the target's. `reads_gguf`: its models are GGUF files; if `names_gguf`, its options name these.
+    `finds_bundled`: it loads the bundled models, by their folders.
+    """
+
+    write: Callable[[ExportedMethod], str]
+    write_plain: Callable[[str], str]
+    methods: Mapping[str, str]
+    head_kinds: Sequence[str] = ()
+    drafts_trees: bool = False
+    translates: bool = False
+    reads_gguf: bool = False
+    names_gguf: bool = False
+    finds_bundled: bool = False
 
 
 class ExportedHead(NamedTuple):
@@ -67,20 +57,44 @@ class ExportedHead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ExportedModels:
+    """The models to export: the names of the target and of the draft model (None: there is none),
+    and the trained heads by method.
+
+    `tokenizers_differ`: the draft model's tokens were translated here. `draft_dtype` is what the
+    draft's weights were rounded to, None if they were not. `target_gguf` and `draft_gguf` are the
+    models' GGUF files; None: they have none.
+    """
+
+    target: str
+    draft: str | None = None
+    heads: Mapping[str, ExportedHead] = field(default_factory=dict)
+    tokenizers_differ: bool = False
+    draft_dtype: str | None = None
+    target_gguf: str | None = None
+    draft_gguf: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ExportedMethod:
-    """The method to export, all its settings, and the models' names. `draft` and `head` are None if
-    the method does not run one. `target_gguf` and `draft_gguf` are the models' GGUF files; None:
-    they have none. `mean_length` is the mean length of the drafts here, None if it is not known."""
+    """The method to export, and all its settings. `policy` is what decided the drafts' length here.
+    `head` is None if the method drafts with none. `mean_length` is the mean length of the drafts
+    here, None if it is not known."""
 
     name: str
     settings: Mapping[str, Value]
-    target: str
-    draft: str | None
-    head: ExportedHead | None
-    tokenizers_differ: bool = False
-    target_gguf: str | None = None
-    draft_gguf: str | None = None
+    policy: str | None
+    models: ExportedModels
+    head: ExportedHead | None = None
     mean_length: float | None = None
+
+    @property
+    def target(self) -> str:
+        return self.models.target
+
+    @property
+    def draft(self) -> str | None:
+        return self.models.draft
 
     @property
     def tuned_length(self) -> int | None:
@@ -95,31 +109,22 @@ class ExportedMethod:
         return self.tuned_length or mean or LENGTH
 
 
-def methods_of(engine: str) -> list[str]:
+def methods_of(name: str) -> list[str]:
     """Returns the methods that an engine supports. Raises SpecgenError for an unknown engine, with
     the nearest name."""
-    if engine not in ENGINES:
+    if name not in ENGINES:
         known = ", ".join(ENGINES)
         raise SpecgenError(
-            f"there is no engine {engine!r} to export to{nearest(engine, ENGINES)}",
+            f"there is no engine {name!r} to export to{nearest(name, ENGINES)}",
             f"There are {known}",
         )
-    return [name for name in methods.METHODS if engine in _SUPPORTING.get(name, ())]
+    return [method for method in methods.METHODS if method in ENGINES[name].methods]
 
 
 def export(
-    engine: str,
-    tuned: Mapping[str, Tuned],
-    chosen: str,
-    target: str,
-    draft: str | None,
-    heads: Mapping[str, ExportedHead] | None = None,
-    *,
-    tokenizers_differ: bool = False,
-    draft_dtype: str | None = None,
-    gguf: tuple[str | None, str | None] = (None, None),
+    name: str, tuned: Mapping[str, Tuned], chosen: str, models: ExportedModels
 ) -> tuple[str, list[str]]:
-    """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine
+    """Exports the fastest of the `tuned` methods (name: settings and speeds) that the engine `name`
     supports.
 
     Returns the text to give to the engine (a command, a program or a config file), and notes on
@@ -127,113 +132,146 @@ def export(
     plain decoding is `chosen` or the engine supports none of the methods, the text is for plain
     decoding, and a note says so. If another method is chosen that the engine does not
     support, a note says this. If that drafts with the draft model, the engine's own method for
-    draft models takes its place, with the mean length of its drafts. `target` and `draft` are the
-    models' names (None: no draft model), `heads` are the trained heads by method. With
-    `tokenizers_differ` and with `draft_dtype` (what the draft's weights were rounded to, None if
-    they were not) a note says what this means for the engine. `gguf` are the GGUF files of the
-    target and the draft model.
+    draft models takes its place, with the mean length of its drafts. Raises SpecgenError as
+    `methods_of` does.
     """
-    known = methods_of(engine)
-    write, write_plain, head_kinds = ENGINES[engine]
-    fitting = {name: head for name, head in (heads or {}).items() if head.kind in head_kinds}
-    usable = [
-        name for name in tuned if name in known and (name in fitting or not methods.find(name).head)
-    ]
-    reads_gguf = engine in _READING_GGUF
-    plain = write_plain(gguf[0] or _TARGET if engine == "llama.cpp" else target)
-    replaced = (
-        []
-        if reads_gguf or gguf == (None, None)
-        else [f"{engine} needs the safetensors models in place of GGUF files"]
-    )
-    stands_in = (
-        chosen in tuned
-        and chosen not in known
-        and FOR_DRAFTS in known
-        and _drafts_with(chosen, draft)
-    )
+    known = methods_of(name)
+    usable = [each for each in tuned if each in known and _has_head(name, each, models)]
+    stands_in = _needs_stand_in(chosen, tuned, known, models)
     if not usable and not stands_in:
-        return plain, [
-            *replaced,
-            (
-                f"{engine} has none of the tuned methods (it has {', '.join(known)}): it "
-                "decodes plainly"
-            ),
-        ]
-    candidates = [FOR_DRAFTS] if stands_in else usable
-    best = max(
-        candidates,
-        key=lambda name: 0.0 if stands_in else tuned[name].measured or tuned[name].predicted,
-    )
-    if chosen == PLAIN:
-        speedup = tuned[best].speedup
-        speed = "" if speedup is None else f", {speedup:.2f} times plain decoding here"
         note = (
-            f"plain decoding is the fastest here, so {engine} decodes plainly; the "
-            f"best of what it has is {best}{speed}"
+            f"{name} has none of the tuned methods (it has {', '.join(known)}): it decodes plainly"
         )
-        return plain, [*replaced, note]
-    row = methods.find(best)
-    mean = tuned[chosen if stands_in else best].draft_length
-    takes_mean = stands_in and (mean is not None or best not in tuned)
-    settings = methods.resolve(row, {"policy": "fixed"} if takes_mean else tuned[best].settings)
-    values = {
-        name: value for name, value in settings.values.items() if not (takes_mean and name == "k")
-    }
-    method = ExportedMethod(
-        best, values, target, draft, fitting.get(best), tokenizers_differ, *gguf, mean
+        return _plain(name, models, note)
+
+    best = FOR_DRAFTS if stands_in else _fastest(usable, tuned)
+    if chosen == PLAIN:
+        return _plain(name, models, _slower(name, best, tuned))
+    if stands_in:
+        method = _stand_in(chosen, tuned, models)
+        first = f"{chosen} is chosen here, which {name} has not: {best} drafts with the same model"
+    else:
+        method = _as_tuned(name, best, tuned, models)
+        first = f"{chosen} is chosen here: {best} is only the best of what {name} has"
+    notes = [] if best == chosen else [first]
+    return ENGINES[name].write(method), [*notes, *_notes(name, method)]
+
+
+def _has_head(name: str, method: str, models: ExportedModels) -> bool:
+    """Whether the method drafts without a head, or with one that the engine reads."""
+    return not methods.find(method).head or _fitting_head(name, method, models) is not None
+
+
+def _fitting_head(name: str, method: str, models: ExportedModels) -> ExportedHead | None:
+    head = models.heads.get(method)
+    return head if head is not None and head.kind in ENGINES[name].head_kinds else None
+
+
+def _needs_stand_in(
+    chosen: str, tuned: Mapping[str, Tuned], known: Sequence[str], models: ExportedModels
+) -> bool:
+    """Whether the engine's method for draft models takes the place of the chosen one, which it
+    lacks: both draft with the same model, and keep the target's output."""
+    if chosen not in tuned or chosen in known or FOR_DRAFTS not in known:
+        return False
+    method = methods.find(chosen)
+    return models.draft is not None and method.uses_draft_model and method.lossless
+
+
+def _fastest(usable: Sequence[str], tuned: Mapping[str, Tuned]) -> str:
+    """Returns the fastest method. A measured speed counts before an expected one."""
+    return max(usable, key=lambda name: tuned[name].measured or tuned[name].predicted)
+
+
+def _plain(name: str, models: ExportedModels, note: str) -> tuple[str, list[str]]:
+    """Returns the options for plain decoding, and the notes."""
+    engine = ENGINES[name]
+    target = (models.target_gguf or _TARGET) if engine.names_gguf else models.target
+    return engine.write_plain(target), [*_replaced(name, models), note]
+
+
+def _slower(name: str, best: str, tuned: Mapping[str, Tuned]) -> str:
+    """Returns the note that plain decoding is faster than the engine's best method."""
+    speedup = tuned[best].speedup
+    speed = "" if speedup is None else f", {speedup:.2f} times plain decoding here"
+    return (
+        f"plain decoding is the fastest here, so {name} decodes plainly; the "
+        f"best of what it has is {best}{speed}"
     )
-    notes = _lost(engine, method, chosen if takes_mean else settings.policy)
-    notes += replaced
-    drafts_with_model = row.uses_draft_model
-    needed = [method.target_gguf, method.draft_gguf if drafts_with_model else ""]
-    if engine == "llama.cpp" and None in needed:
-        notes.insert(0, _CONVERT)
-    if drafts_with_model and tokenizers_differ and engine != "transformers":
+
+
+def _as_tuned(
+    name: str, method: str, tuned: Mapping[str, Tuned], models: ExportedModels
+) -> ExportedMethod:
+    """Returns a tuned method that the engine has."""
+    settings = methods.resolve(methods.find(method), tuned[method].settings)
+    head = _fitting_head(name, method, models)
+    mean = tuned[method].draft_length
+    return ExportedMethod(method, settings.values, settings.policy, models, head, mean)
+
+
+def _stand_in(chosen: str, tuned: Mapping[str, Tuned], models: ExportedModels) -> ExportedMethod:
+    """Returns the method for draft models with drafts as long as those of the `chosen` one. Where
+    their length is not known, it has its own tuned settings, if there are any."""
+    mean = tuned[chosen].draft_length
+    method = methods.find(FOR_DRAFTS)
+    if mean is None and FOR_DRAFTS in tuned:
+        settings = methods.resolve(method, tuned[FOR_DRAFTS].settings)
+        return ExportedMethod(FOR_DRAFTS, settings.values, settings.policy, models)
+    values = dict(methods.resolve(method, {"policy": "fixed"}).values)
+    del values["k"]
+    return ExportedMethod(FOR_DRAFTS, values, chosen, models, mean_length=mean)
+
+
+def _notes(name: str, method: ExportedMethod) -> list[str]:
+    """Returns what the options of a method cannot express."""
+    engine = ENGINES[name]
+    models = method.models
+    drafts_with_model = methods.find(method.name).uses_draft_model
+    notes = []
+    files = [models.target_gguf, models.draft_gguf if drafts_with_model else ""]
+    if engine.names_gguf and None in files:
+        notes.append(_CONVERT)
+    notes += _lost(name, method)
+    notes += _replaced(name, models)
+    if drafts_with_model and models.tokenizers_differ and not engine.translates:
         notes.append("the draft model's tokenizer is not the target's: the engine may refuse it")
-    if drafts_with_model and draft_dtype is not None:
+    if drafts_with_model and models.draft_dtype is not None:
         notes.append(
-            f"the draft's weights were rounded to {draft_dtype} here: {engine} takes them "
+            f"the draft's weights were rounded to {models.draft_dtype} here: {name} takes them "
             "as they are stored"
         )
-    if best != chosen:
-        notes.insert(0, _instead(engine, chosen, best, is_meant=stands_in))
     notes.append(
         "measured with specgen, one prompt at a time: a server that batches has other costs"
     )
-    return write(method), notes
+    return notes
 
 
-def _drafts_with(name: str, draft: str | None) -> bool:
-    """Whether the method drafts with the draft model `draft` and keeps the target's output."""
-    row = methods.find(name)
-    return draft is not None and row.uses_draft_model and row.lossless
+def _replaced(name: str, models: ExportedModels) -> list[str]:
+    """Returns the note that the engine does not read the GGUF files, if there are some."""
+    if ENGINES[name].reads_gguf or (models.target_gguf, models.draft_gguf) == (None, None):
+        return []
+    return [f"{name} needs the safetensors models in place of GGUF files"]
 
 
-def _instead(engine: str, chosen: str, best: str, *, is_meant: bool) -> str:
-    """Returns the note that another method than the chosen one is exported."""
-    if is_meant:
-        return f"{chosen} is chosen here, which {engine} has not: {best} drafts with the same model"
-    return f"{chosen} is chosen here: {best} is only the best of what {engine} has"
-
-
-def _lost(engine: str, method: ExportedMethod, policy: str | None) -> list[str]:
+def _lost(name: str, method: ExportedMethod) -> list[str]:
     """Returns notes: the tuned settings that the engine lacks, and what is particular to the method
     in this engine."""
+    engine = ENGINES[name]
     notes = []
     if method.tuned_length is None and method.name != "suffix":
         notes.append(
-            f"{engine} has no length policies: drafts have {method.length} tokens instead "
-            f"of {policy}"
+            f"{name} has no length policies: drafts have {method.length} tokens instead "
+            f"of {method.policy}"
         )
     if method.settings.get("cape"):
-        notes.append(f"{engine} has no CaPE: the added candidates are left out")
-    if method.name == "eagle" and method.settings["width"] != 1 and engine in ("vllm", "llama.cpp"):
+        notes.append(f"{name} has no CaPE: the added candidates are left out")
+    if method.settings.get("width", 1) != 1 and not engine.drafts_trees:
         notes.append(
-            f"{engine} drafts chains: the tree (width {method.settings['width']}) is left out"
+            f"{name} drafts chains: the tree (width {method.settings['width']}) is left out"
         )
-    note = NOTES.get(engine, {}).get(method.name)
-    if note is not None:
+    note = engine.methods[method.name]
+    if note:
         folder = "" if method.head is None else quote(method.head.folder)
         notes.append(
             note.format(**{**method.settings, "head": folder, "target": quote(method.target)})
@@ -267,7 +305,7 @@ def _transformers(method: ExportedMethod) -> str:
             f"assistant.generation_config.{name} = {value!r}" for name, value in arguments.items()
         ]
         passed = f"**inputs, assistant_model=assistant, **{tokens}"
-        if method.tokenizers_differ:
+        if method.models.tokenizers_differ:
             lines += [f"other = AutoTokenizer.from_pretrained({draft!r})"]
             passed += ", tokenizer=tokenizer, assistant_tokenizer=other"
     lines += _transformers_end(passed)
@@ -328,6 +366,8 @@ def _sglang(method: ExportedMethod) -> str:
 
 
 def _tensorrt_llm(method: ExportedMethod) -> str:
+    import yaml
+
     settings = method.settings
     config: dict[str, object] = {"decoding_type": "Draft_Target", "max_draft_len": method.length}
     if method.name == "lookup":
@@ -362,7 +402,7 @@ def _tensorrt_llm(method: ExportedMethod) -> str:
 
 
 def _llama_cpp(method: ExportedMethod) -> str:
-    command = f"llama-server -m {quote(method.target_gguf or _TARGET)}"
+    command = f"llama-server -m {quote(method.models.target_gguf or _TARGET)}"
     longest = f"--spec-draft-n-max {method.length}"
     if method.name == "lookup":
         size = int(method.settings["ngram"])
@@ -375,7 +415,7 @@ def _llama_cpp(method: ExportedMethod) -> str:
         return f"{command} -md HEAD.gguf --spec-type draft-eagle3 {longest}"
     least = f"--spec-draft-n-min 0 --spec-draft-p-min {method.settings.get('threshold', 0.0):g}"
     return (
-        f"{command} -md {quote(method.draft_gguf or 'DRAFT.gguf')} --spec-type "
+        f"{command} -md {quote(method.models.draft_gguf or 'DRAFT.gguf')} --spec-type "
         f"draft-simple {longest} {least}"
     )
 
@@ -422,21 +462,78 @@ def _lmstudio_plain(target: str) -> str:
     )
 
 
-# For each engine the functions that write its options for a method and for plain decoding of a
-# target, and the kinds of heads that it reads. tests/bench/check_exports.py compares the options
-# with the engines themselves.
-ENGINES: Mapping[
-    str, tuple[Callable[[ExportedMethod], str], Callable[[str], str], Sequence[str]]
-] = {
-    "transformers": (_transformers, _transformers_plain, ()),
-    "vllm": (_vllm, lambda target: f"vllm serve {quote(target)}", ("eagle", "eagle3")),
-    "sglang": (
+# By the name of --export, in the order in which help lists them. tests/bench/check_exports.py
+# compares the options with the engines themselves.
+ENGINES: Mapping[str, Engine] = {
+    "transformers": Engine(
+        _transformers,
+        _transformers_plain,
+        {
+            "sd": "",
+            "heuristic": (
+                "transformers' schedule has no maximum draft length: {max_draft} is left out"
+            ),
+            "confidence": "",
+            "lookup": "",
+        },
+        translates=True,
+        finds_bundled=True,
+    ),
+    "vllm": Engine(
+        _vllm,
+        lambda target: f"vllm serve {quote(target)}",
+        {
+            "sd": "",
+            "lookup": "",
+            "suffix": "vLLM needs the package arctic-inference for suffix decoding",
+            "eagle": "",
+        },
+        head_kinds=("eagle", "eagle3"),
+    ),
+    "sglang": Engine(
         _sglang,
         lambda target: f"sglang serve --model-path {quote(target)}",
-        ("eagle", "eagle3"),
+        {
+            "sd": "",
+            "lookup": "SGLang's n-gram search has settings of its own: ngram {ngram} is left out",
+            "eagle": "",
+        },
+        head_kinds=("eagle", "eagle3"),
+        drafts_trees=True,
     ),
-    "tensorrt-llm": (_tensorrt_llm, lambda target: f"trtllm-serve {quote(target)}", ("eagle3",)),
-    "llama.cpp": (_llama_cpp, lambda target: f"llama-server -m {quote(target)}", ("eagle3",)),
-    "mlx": (_mlx, lambda target: f"mlx_lm.generate --model {quote(target)}", ()),
-    "lmstudio": (_lmstudio, _lmstudio_plain, ()),
+    "tensorrt-llm": Engine(
+        _tensorrt_llm,
+        lambda target: f"trtllm-serve {quote(target)}",
+        {"sd": "", "lookup": "", "eagle": ""},
+        head_kinds=("eagle3",),
+        drafts_trees=True,
+    ),
+    "llama.cpp": Engine(
+        _llama_cpp,
+        lambda target: f"llama-server -m {quote(target)}",
+        {
+            "sd": "",
+            "confidence": (
+                "a token under p-min is dropped where specgen keeps it: drafts are one token "
+                "shorter"
+            ),
+            "lookup": "exactly {ngram} tokens are looked for, where specgen goes on to fewer",
+            "eagle": "the head: convert_hf_to_gguf.py {head} --target-model-dir {target}",
+        },
+        head_kinds=("eagle3",),
+        reads_gguf=True,
+        names_gguf=True,
+    ),
+    "mlx": Engine(_mlx, lambda target: f"mlx_lm.generate --model {quote(target)}", {"sd": ""}),
+    "lmstudio": Engine(
+        _lmstudio,
+        _lmstudio_plain,
+        {
+            "sd": (
+                "models are named by their keys in LM Studio, which chooses the draft's "
+                "length itself; not tried here"
+            )
+        },
+        reads_gguf=True,
+    ),
 }
