@@ -19,7 +19,8 @@ from tuning_helpers import outcome
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.pair.pair import Pair
-from specgen.tune.export import ENGINES, ExportedHead, ExportedModels, export
+from specgen.tune.engines import ENGINES, ExportedHead, ExportedModels
+from specgen.tune.export import export
 from specgen.tune.outcome import Candidate
 
 GOLDEN = Path(__file__).parent / "golden" / "exports.json"

@@ -36,6 +36,7 @@ NOT_FOR_HELP = {
     "safetensors",
     "huggingface_hub",
     "pydantic",
+    "specgen.methods",
 }
 # by a generation without a profile
 UNUSED = {"specgen.pair.profile", "specgen.traces.reader", "specgen.tune.outcome"}

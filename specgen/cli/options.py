@@ -16,7 +16,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.files import file_identity
 from specgen.base.model_options import Finding, ModelOptions
 from specgen.base.types import SamplingParams
-from specgen.tune.export import ENGINES
+from specgen.tune.engines import ENGINES
 
 # By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]

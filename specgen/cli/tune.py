@@ -39,6 +39,7 @@ from specgen.cli.options import (
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import load_prompts
 from specgen.pair.profile_place import default_folder, profile_key_of
+from specgen.tune import engines
 from specgen.tune import export as exports
 from specgen.tune.outcome import BY_SPEED, Deadline, Objective, TuningRequest
 from specgen.view import pair_report as view
@@ -338,9 +339,9 @@ def _export(
         head = pair.parts.load(kind)
         if head is not None:
             name = "eagle3" if head.version == 3 else head.kind
-            heads[str(head.kind)] = exports.ExportedHead(str(head.path), name)
+            heads[str(head.kind)] = engines.ExportedHead(str(head.path), name)
     draft = pair.draft
-    models = exports.ExportedModels(
+    models = engines.ExportedModels(
         _exported_name(pair.target, engine),
         None if draft is None else _exported_name(draft, engine),
         heads,
@@ -361,7 +362,7 @@ def _export(
 
 def _exported_name(model: LoadedModel, engine: str) -> str:
     """Returns the name by which the engine loads the model."""
-    if exports.ENGINES[engine].finds_bundled and model.files.source.is_bundled:
+    if engines.ENGINES[engine].finds_bundled and model.files.source.is_bundled:
         return str(model.folder)
     return model.name
 
