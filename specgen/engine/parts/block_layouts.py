@@ -108,56 +108,82 @@ def read_block(
     Raises SpecgenError for other variants, for damaged heads and for heads of other targets.
     """
     fields, layers = _fields(files, config)
-    shape, width = target.shape, matrix_shape(files, FC)[0]
-    check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
+    width = matrix_shape(files, FC)[0]
+    check_size(files, FC, "a hidden size of", width, target, target.shape.hidden_size)
     check_vocabulary(files, "t2d", target, fields.vocab_size)
     try:
-        weights = BlockWeights(
-            layers
-            | {
-                "hidden_size": width,
-                "vocab_size": shape.vocab_size,
-                "max_position_embeddings": target.context_limit,
-            },
-            {},
-            fields.block_size,
-            fields.mask_token_id,
-            from_anchor=fields.from_anchor,
-            causal=fields.causal if fields.is_causal is None else fields.is_causal,
-            embedding_scale=fields.input_embedding_scale,
-            logit_scale=fields.output_multiplier,
-            logit_cap=fields.final_logit_softcapping,
-        )
+        weights = _without_tensors(fields, layers, target, width)
         taps = _taps(files, fields, target, weights.architecture.num_layers)
-        shapes: dict[str, Shape] = {
-            FC: (width, len(taps) * width),
-            CONTEXT_NORM: (width,),
-            FINAL_NORM: (width,),
-        }
-        for index in range(weights.architecture.num_layers):
-            shapes |= tensor_shapes(layer_files(weights.architecture, index))
+        shapes = _shapes(weights, len(taps), width)
     except UnsupportedConfig as error:
         raise unsupported(files, error.field, error.value) from error
-    rows = matrix_shape(files, HEAD)[0] if HEAD in files else shape.vocab_size
+    rows = _expect_tables(files, shapes, fields, target.shape.vocab_size, width)
+
+    tensors = take_exactly(files, shapes)
+    names = [EMBEDDING, HEAD] if rows == target.shape.vocab_size else [EMBEDDING]
+    warning = drop_copies(files, tensors, names, target)
+    vocabulary = target_ids(files, tensors, target)
+    return replace(weights, tensors=tensors, feature_layers=taps, vocabulary=vocabulary), warning
+
+
+def _without_tensors(
+    fields: BlockFields, layers: dict[str, Any], target: LoadedModel, width: int
+) -> BlockWeights:
+    """Returns a head of these fields, without tensors yet; `layers` is the config of its layers."""
+    sizes = {
+        "hidden_size": width,
+        "vocab_size": target.shape.vocab_size,
+        "max_position_embeddings": target.context_limit,
+    }
+    return BlockWeights(
+        layers | sizes,
+        {},
+        fields.block_size,
+        fields.mask_token_id,
+        from_anchor=fields.from_anchor,
+        causal=fields.causal if fields.is_causal is None else fields.is_causal,
+        embedding_scale=fields.input_embedding_scale,
+        logit_scale=fields.output_multiplier,
+        logit_cap=fields.final_logit_softcapping,
+    )
+
+
+def _shapes(weights: BlockWeights, taps: int, width: int) -> dict[str, Shape]:
+    """Returns the shapes of the tensors that all heads have."""
+    shapes: dict[str, Shape] = {
+        FC: (width, taps * width),
+        CONTEXT_NORM: (width,),
+        FINAL_NORM: (width,),
+    }
+    for index in range(weights.architecture.num_layers):
+        shapes |= tensor_shapes(layer_files(weights.architecture, index))
+    return shapes
+
+
+def _expect_tables(
+    files: WeightFiles, shapes: dict[str, Shape], fields: BlockFields, vocab_size: int, width: int
+) -> int:
+    """Adds the shapes of a head's tables, perhaps of a reduced vocabulary, and of its Markov and
+    confidence heads. Returns the number of rows of its LM head.
+
+    Raises SpecgenError if the vocabulary lacks the mask token.
+    """
+    rows = matrix_shape(files, HEAD)[0] if HEAD in files else vocab_size
     rank = fields.markov_rank or 0
     if rank:
-        shapes |= {SUCCESSORS: (shape.vocab_size, rank), SUCCESSOR_HEAD: (rows, rank)}
+        shapes |= {SUCCESSORS: (vocab_size, rank), SUCCESSOR_HEAD: (rows, rank)}
     if fields.enable_confidence_head:
         read = width + (rank if fields.confidence_head_with_markov else 0)
         shapes |= {CONFIDENCE: (1, read), CONFIDENCE_BIAS: (1,)}
     expect(
         files,
         shapes,
-        {EMBEDDING: (shape.vocab_size, width), HEAD: (rows, width), "t2d": (shape.vocab_size,)},
+        {EMBEDDING: (vocab_size, width), HEAD: (rows, width), "t2d": (vocab_size,)},
     )
-    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
-    if fields.mask_token_id >= shape.vocab_size:
+    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != vocab_size)
+    if fields.mask_token_id >= vocab_size:
         raise unsupported(files, "mask_token_id", fields.mask_token_id)
-    tensors = take_exactly(files, shapes)
-    names = [EMBEDDING, HEAD] if rows == shape.vocab_size else [EMBEDDING]
-    warning = drop_copies(files, tensors, names, target)
-    vocabulary = target_ids(files, tensors, target)
-    return replace(weights, tensors=tensors, feature_layers=taps, vocabulary=vocabulary), warning
+    return rows
 
 
 def _fields(files: WeightFiles, config: dict[str, Any]) -> tuple[BlockFields, dict[str, Any]]:

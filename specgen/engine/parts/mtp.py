@@ -35,7 +35,7 @@ from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, Tree
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model import Model
 from specgen.engine.model_runner import TOKEN_BY_TOKEN
-from specgen.engine.native.architecture import Architecture, UnsupportedConfig
+from specgen.engine.native.architecture import Architecture, LayerKind, UnsupportedConfig
 from specgen.engine.native.attend import CAUSAL
 from specgen.engine.native.config_reading import attention_architecture, read_architecture
 from specgen.engine.native.families import tensor_names
@@ -245,59 +245,87 @@ def read_assistant(
     targets.
     """
     theirs = known_architecture(target.shape, "an assistant of Gemma 4", any_sizes=True)
-    inner = config.get("text_config")
-    if not isinstance(inner, dict):
-        raise unsupported(files, "text_config", inner)
-    try:
-        made = read_architecture({**inner, "num_kv_shared_layers": 0})
-    except UnsupportedConfig as error:
-        raise unsupported(files, error.field, error.value) from error
-    if made.model_type != theirs.model_type or made.per_layer_size or made.mixture is not None:
-        problem = (
-            f"it has to consist of layers of {theirs.model_type}, without experts "
-            "and embeddings of their own"
-        )
-        raise files.refuse(problem, OTHER_HEAD)
+    own = _assistant_config(files, theirs, config)
     check_size(
         files, POST, "a hidden size of", matrix_shape(files, POST)[0], target, theirs.hidden_size
     )
     check_vocabulary(files, EMBEDDING, target)
-    layers = []
-    for kind in made.layers:
-        own = [
-            index
-            for index, other in enumerate(theirs.layers)
-            if other.rotary == kind.rotary and other.owner is None
-        ]
-        read = theirs.of_layer(own[-1]) if own else None
-        if (
-            read is None
-            or read.head_size != (kind.head_size or made.head_size)
-            or made.num_heads % read.num_kv_heads
-        ):
-            raise files.refuse(
-                f"its layers do not fit to the keys and values of {target.name}", OTHER_HEAD
-            )
-        layers.append(replace(kind, owner=own[-1], kv_heads=read.num_kv_heads))
-    architecture = replace(made, layers=tuple(layers))
-    width = made.hidden_size
+    architecture = replace(own, layers=_reading_layers(files, own, theirs, target.name))
+
     tokens = theirs.vocab_size
+    shapes = _assistant_shapes(architecture, theirs)
     groups = 0
-    shapes: dict[str, Shape] = {EMBEDDING: (tokens, width), FINAL_NORM: (width,)}
-    shapes |= {JOIN: (width, 2 * theirs.hidden_size), POST: (theirs.hidden_size, width)}
-    for index in range(made.num_layers):
-        shapes |= tensor_shapes(layer_files(architecture, index))
     if config.get("use_ordered_embeddings"):
         groups = config.get("centroid_intermediate_top_k", 32)
         count = matrix_shape(files, _CENTROIDS)[0]
         if not isinstance(groups, int) or not 1 <= groups <= count or tokens % count:
             raise unsupported(files, "centroid_intermediate_top_k", groups)
-        shapes |= {_CENTROIDS: (count, width), _ORDER: (tokens,)}
-    expect(files, shapes, {HEAD: (tokens, width)})  # a copy of the embedding
+        shapes |= {_CENTROIDS: (count, own.hidden_size), _ORDER: (tokens,)}
+    expect(files, shapes, {HEAD: (tokens, own.hidden_size)})  # a copy of the embedding
+
     tensors = take_exactly(files, shapes)
     if groups and not torch.equal(tensors[_ORDER].sort().values, torch.arange(tokens)):
         raise files.refuse(f"{files.key(_ORDER)} does not hold the id of each token once")
     return AssistantWeights(architecture, tensors, groups)
+
+
+def _assistant_config(
+    files: WeightFiles, theirs: Architecture, config: Mapping[str, Any]
+) -> Architecture:
+    """Returns the architecture that an assistant's config.json describes; `theirs` is the target's.
+    Raises SpecgenError for layers of another family, and for experts."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        raise unsupported(files, "text_config", inner)
+    try:
+        own = read_architecture({**inner, "num_kv_shared_layers": 0})
+    except UnsupportedConfig as error:
+        raise unsupported(files, error.field, error.value) from error
+    if own.model_type != theirs.model_type or own.per_layer_size or own.mixture is not None:
+        problem = (
+            f"it has to consist of layers of {theirs.model_type}, without experts "
+            "and embeddings of their own"
+        )
+        raise files.refuse(problem, OTHER_HEAD)
+    return own
+
+
+def _reading_layers(
+    files: WeightFiles, own: Architecture, theirs: Architecture, target: str
+) -> tuple[LayerKind, ...]:
+    """Returns an assistant's layers, each with the target's last layer of its kind as the `owner`
+    of the keys that it reads. Raises SpecgenError if their heads do not fit."""
+    layers = []
+    for kind in own.layers:
+        owners = [
+            index
+            for index, other in enumerate(theirs.layers)
+            if other.rotary == kind.rotary and other.owner is None
+        ]
+        read = theirs.of_layer(owners[-1]) if owners else None
+        if (
+            read is None
+            or read.head_size != (kind.head_size or own.head_size)
+            or own.num_heads % read.num_kv_heads
+        ):
+            problem = f"its layers do not fit to the keys and values of {target}"
+            raise files.refuse(problem, OTHER_HEAD)
+        layers.append(replace(kind, owner=owners[-1], kv_heads=read.num_kv_heads))
+    return tuple(layers)
+
+
+def _assistant_shapes(own: Architecture, theirs: Architecture) -> dict[str, Shape]:
+    """Returns the shapes of the tensors that all assistants have."""
+    width = own.hidden_size
+    shapes: dict[str, Shape] = {
+        EMBEDDING: (theirs.vocab_size, width),
+        FINAL_NORM: (width,),
+        JOIN: (width, 2 * theirs.hidden_size),
+        POST: (theirs.hidden_size, width),
+    }
+    for index in range(own.num_layers):
+        shapes |= tensor_shapes(layer_files(own, index))
+    return shapes
 
 
 class AssistantRunner:

@@ -178,58 +178,117 @@ def _read_eagle(
     files: WeightFiles, target: LoadedModel, folder: Path
 ) -> tuple[EagleWeights, str | None]:
     config, fields = _flat_config(files, folder)
-    shape, (width, fused) = target.shape, matrix_shape(files, FC)
+    width = matrix_shape(files, FC)[0]
     is_third = (
         FEATURE_NORM in files
         or matrix_shape(files, "layers.0.self_attn.q_proj.weight")[1] == 2 * width
     )
-    if is_third:
-        check_size(files, FC, "three features of", fused // 3, target, shape.hidden_size)
-    else:
-        check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
-    check_vocabulary(files, "t2d" if is_third else EMBEDDING, target, fields.vocab_size)
+    read = _read_third_eagle if is_third else _read_first_eagle
+    return read(files, target, config, fields)
+
+
+def _read_first_eagle(
+    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
+) -> tuple[EagleWeights, str | None]:
+    """Returns a head of EAGLE-1 or 2."""
+    shape = target.shape
+    width = matrix_shape(files, FC)[0]
+    check_size(files, FC, "a hidden size of", width, target, shape.hidden_size)
+    check_vocabulary(files, EMBEDDING, target, fields.vocab_size)
+
+    weights, shapes = _eagle_decoder(files, config, fields, target, width)
+    del shapes[FIRST_NORM]
+    shapes[FC] = width, 2 * width
+    expect(files, shapes, {HEAD: (shape.vocab_size, width)})
+
+    tensors = take_exactly(files, shapes)
+    warning = drop_copies(files, tensors, [EMBEDDING, HEAD], target)
+    tensors.pop(HEAD, None)  # the target's is used
+    return EagleWeights(weights.config, tensors, 1), warning
+
+
+def _read_third_eagle(
+    files: WeightFiles, target: LoadedModel, config: dict[str, Any], fields: HeadFields
+) -> tuple[EagleWeights, str | None]:
+    """Returns a head of EAGLE-3 or 3.1."""
+    width, fused = matrix_shape(files, FC)
+    hidden_size = target.shape.hidden_size
+    check_size(files, FC, "three features of", fused // 3, target, hidden_size)
+    check_vocabulary(files, "t2d", target, fields.vocab_size)
+
+    weights, shapes = _eagle_decoder(files, config, fields, target, width)
+    if weights.architecture.num_layers != 1:
+        raise unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
+    shapes |= {
+        FC: (width, 3 * hidden_size),
+        FEATURE_NORM: (width,),
+        FINAL_NORM: (width,),
+    }
+    for name in ("q", "k", "v"):
+        attention = f"layers.0.self_attn.{name}_proj.weight"
+        shapes[attention] = shapes[attention][0], 2 * width
+    _expect_reduced_head(files, shapes, target, width)
+    _expect_input_norms(files, shapes, fields, hidden_size)
+
+    tensors = take_exactly(files, shapes)
+    warning = drop_copies(files, tensors, [EMBEDDING], target)
+    layers = _feature_layers(files, fields, target)
+    vocabulary = target_ids(files, tensors, target)
+    # SpecForge's true had the other meaning too
+    is_known = not fields.norm_output or "transformer_layer_config" in config
+    trial = [] if is_known else target.tokenizer.encode(TRIAL_TEXT)
+    options = fields.norm_before_residual, fields.norm_output, trial
+    return EagleWeights(weights.config, tensors, 3, layers, vocabulary, *options), warning
+
+
+def _eagle_decoder(
+    files: WeightFiles, config: dict[str, Any], fields: HeadFields, target: LoadedModel, width: int
+) -> tuple[DecoderWeights, dict[str, Shape]]:
+    """Returns `_decoder` with the shapes of what all heads of EAGLE may have besides."""
+    shape = target.shape
     weights, shapes = _decoder(files, config, fields, target, width)
     expect(files, shapes, {"fc.bias": (width,)})
     expect(
         files, shapes, {EMBEDDING: (shape.vocab_size, width)}, are_needed=width != shape.hidden_size
     )
-    if not is_third:
-        del shapes[FIRST_NORM]
-        shapes[FC] = width, 2 * width
-        expect(files, shapes, {HEAD: (shape.vocab_size, width)})
-        tensors = take_exactly(files, shapes)
-        warning = drop_copies(files, tensors, [EMBEDDING, HEAD], target)
-        tensors.pop(HEAD, None)  # the target's is used
-        return EagleWeights(weights.config, tensors, 1), warning
-    if weights.architecture.num_layers != 1:
-        raise unsupported(files, "num_hidden_layers", weights.architecture.num_layers)
+    return weights, shapes
+
+
+def _expect_reduced_head(
+    files: WeightFiles, shapes: dict[str, Shape], target: LoadedModel, width: int
+) -> None:
+    """Adds the shapes of an LM head, perhaps of a reduced vocabulary, and of the maps of its
+    ids."""
+    vocab_size = target.shape.vocab_size
     rows = matrix_shape(files, HEAD)[0]
-    shapes |= {
-        FC: (width, 3 * shape.hidden_size),
-        FEATURE_NORM: (width,),
-        FINAL_NORM: (width,),
-        HEAD: (rows, width),
-    }
-    for name in ("q", "k", "v"):
-        attention = f"layers.0.self_attn.{name}_proj.weight"
-        shapes[attention] = shapes[attention][0], 2 * width
-    expect(files, shapes, {"t2d": (shape.vocab_size,)})
-    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != shape.vocab_size)
+    shapes[HEAD] = rows, width
+    expect(files, shapes, {"t2d": (vocab_size,)})
+    expect(files, shapes, {"d2t": (rows,)}, are_needed=rows != vocab_size)
+
+
+def _expect_input_norms(
+    files: WeightFiles, shapes: dict[str, Shape], fields: HeadFields, hidden_size: int
+) -> None:
+    """Adds the shapes of EAGLE-3.1's norms before `fc`. Raises SpecgenError for norms of each
+    feature and one of all."""
     whole, *single = INPUT_NORMS
-    expect(files, shapes, {whole: (fused,)}, are_needed=fields.norm_before_fc)
+    expect(files, shapes, {whole: (3 * hidden_size,)}, are_needed=fields.norm_before_fc)
     expect(
         files,
         shapes,
-        dict.fromkeys(single, (shape.hidden_size,)),
+        dict.fromkeys(single, (hidden_size,)),
         are_needed=fields.fc_norm or single[0] in files,
     )
     if whole in shapes and shapes.keys() & set(single):
         raise files.refuse(
             "it has norms of each feature and one of all (fc_norm and norm_before_fc)", OTHER_HEAD
         )
-    tensors = take_exactly(files, shapes)
-    warning = drop_copies(files, tensors, [EMBEDDING], target)
-    count = shape.num_layers
+
+
+def _feature_layers(files: WeightFiles, fields: HeadFields, target: LoadedModel) -> tuple[int, ...]:
+    """Returns `EagleWeights.feature_layers`. Raises SpecgenError if the target lacks one of
+    them."""
+    count = target.shape.num_layers
     layers = fields.eagle_aux_hidden_state_layer_ids
     layers = layers or [2, count // 2, count - 3]
     if not all(0 <= layer < count for layer in layers) or len(set(layers)) != 3:
@@ -238,12 +297,7 @@ def _read_eagle(
             f"with its {count} layers"
         )
         raise files.refuse(problem, "Correct its config.json")
-    vocabulary = target_ids(files, tensors, target)
-    # SpecForge's true had the other meaning too
-    is_known = not fields.norm_output or "transformer_layer_config" in config
-    trial = [] if is_known else target.tokenizer.encode(TRIAL_TEXT)
-    options = fields.norm_before_residual, fields.norm_output, trial
-    return EagleWeights(weights.config, tensors, 3, tuple(layers), vocabulary, *options), warning
+    return tuple(layers)
 
 
 def _read_glide(files: WeightFiles, target: LoadedModel, folder: Path) -> tuple[GlideWeights, None]:
