@@ -100,6 +100,29 @@ def _gemma3(fields: Fields, plain: Changes) -> Changes:
 def _gemma4(fields: Fields, plain: Changes) -> Changes:
     if fields.raw("use_bidirectional_attention") == "all":  # "vision" concerns pictures
         raise fields.refuse("use_bidirectional_attention")
+    layers = _gemma4_layers(fields, plain)
+    per_layer = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
+    fields.integer(
+        "vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0
+    )
+    changes = {
+        **_biases(fields),
+        **layers,
+        "post_norms": True,
+        "qk_norm": "values",
+        "attention_scale": 1.0,
+        "embedding_scale": plain["hidden_size"] ** 0.5,
+        "logit_cap": fields.optional(fields.positive, "final_logit_softcapping"),
+        "shared_projection": fields.flag("attention_k_eq_v", False),
+        "layer_scalars": True,
+        "per_layer_size": per_layer,
+    }
+    return {**changes, **_gemma4_experts(fields, {**plain, **changes})}
+
+
+def _gemma4_layers(fields: Fields, plain: Changes) -> Changes:
+    """Returns the kinds of Gemma 4's layers, and their rotary embedding. The last layers have no
+    keys of their own, and perhaps wider MLPs."""
     types = [
         *fields.sliding_layers([(index + 1) % 6 != 0 for index in range(plain["num_layers"])])[:-1],
         False,
@@ -110,6 +133,7 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
     wide = 2 * plain["intermediate_size"] if fields.flag("use_double_wide_mlp", False) else None
     # the first layer that does
     sharing = len(types) - fields.integer("num_kv_shared_layers", 0, minimum=0)
+
     layers: list[LayerKind] = []
     last: dict[bool, int] = {}  # layers of each type that have keys and values
     elements = 0
@@ -125,36 +149,31 @@ def _gemma4(fields: Fields, plain: Changes) -> Changes:
         else:
             kind = replace(kind, owner=last[slides], inner=wide)
         layers.append(kind)
-    per_layer = fields.integer("hidden_size_per_layer_input", 256, minimum=0)
-    fields.integer(
-        "vocab_size_per_layer_input", 262_144, minimum=plain["vocab_size"] if per_layer else 0
-    )
+
     rotary = read_rotary(fields, _GEMMA4_ROPE, size, plain["context_limit"])[0]
-    changes = {
-        **_biases(fields),
+    return {
         "layers": tuple(layers),
         "kv_elements": elements,
         "rotary": {**plain["rotary"], FULL: rotary[FULL]},
-        "post_norms": True,
-        "qk_norm": "values",
-        "attention_scale": 1.0,
-        "embedding_scale": plain["hidden_size"] ** 0.5,
-        "logit_cap": fields.optional(fields.positive, "final_logit_softcapping"),
-        "shared_projection": fields.flag("attention_k_eq_v", False),
-        "layer_scalars": True,
-        "per_layer_size": per_layer,
     }
-    experts = "num_experts", "top_k_experts", "moe_intermediate_size"
-    fields.ignore(*experts)
-    if fields.flag("enable_moe_block", False):
-        number, chosen, inner = map(fields.integer, experts)
-        parts: Changes = {
-            "layout": "fused",
-            "shared_size": plain["intermediate_size"],
-            "own_norms": True,
-        }
-        changes |= _experts(fields, {**plain, **changes}, Mixture(number, chosen, inner, **parts))
-    return changes
+
+
+def _gemma4_experts(fields: Fields, plain: Changes) -> Changes:
+    """Returns the mixtures of Gemma 4's layers; nothing for a dense model."""
+    sizes = "num_experts", "top_k_experts", "moe_intermediate_size"
+    fields.ignore(*sizes)
+    if not fields.flag("enable_moe_block", False):
+        return {}
+    count, chosen, inner = map(fields.integer, sizes)
+    mixture = Mixture(
+        count,
+        chosen,
+        inner,
+        layout="fused",
+        shared_size=plain["intermediate_size"],
+        own_norms=True,
+    )
+    return _experts(fields, plain, mixture)
 
 
 def _full_layers(fields: Fields, plain: Changes, types: Sequence[bool]) -> tuple[int, int]:

@@ -485,52 +485,72 @@ def published(
     SpecForge. Medusa heads get "version 2", or v0.1 if they have LM heads of their own. `target` is
     the target's name; `sizes` are the target's, as in `HeadDescription`.
     """
-    config: dict[str, Any] = {"vocab_size": sizes["vocab_size"]}
     if isinstance(weights, MedusaWeights):
-        config |= {"hidden_size": sizes["hidden_size"], "base_model_name_or_path": target}
-        config |= {"medusa_num_heads": len(weights.blocks), "medusa_num_layers": 1}
-        config |= {"version": "2"} if weights.lm_heads is None else {}
-        tensors = {f"{head}.1.weight": table for head, table in enumerate(weights.lm_heads or ())}
-        for head, ((matrix, bias),) in enumerate(weights.blocks):
-            tensors |= {f"{head}.0.linear.weight": matrix, f"{head}.0.linear.bias": bias}
-        return config, tensors, MEDUSA_FILE
+        return *_published_medusa(weights, target, sizes), MEDUSA_FILE
     if isinstance(weights, BlockWeights):
         return published_block(weights, sizes), dict(weights.tensors), SINGLE_FILE
-    config = {**weights.config, **config, "architectures": ["LlamaForCausalLM"]}
     if isinstance(weights, GlideWeights):
-        large = {
-            "large_hidden_size": "hidden_size",
-            "large_num_attention_heads": "num_heads",
-            "large_head_dim": "head_size",
-        }
-        config |= {"use_remap": False, "block_size": weights.block_size} | {
-            name: sizes[own] for name, own in large.items()
-        }
-        return (
-            config,
-            {f"model.{name}": each for name, each in weights.tensors.items()},
-            SINGLE_FILE,
-        )
-    if config["model_type"] == "qwen2":
-        config |= {"model_type": "llama", "qkv_bias": True}
+        return *_published_glide(weights, sizes), SINGLE_FILE
+    return *_published_eagle(weights, sizes), SINGLE_FILE
+
+
+def _published_medusa(
+    weights: MedusaWeights, target: str, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = {
+        "vocab_size": sizes["vocab_size"],
+        "hidden_size": sizes["hidden_size"],
+        "base_model_name_or_path": target,
+        "medusa_num_heads": len(weights.blocks),
+        "medusa_num_layers": 1,
+    }
+    if weights.lm_heads is None:
+        config["version"] = "2"
+    tensors = {f"{head}.1.weight": table for head, table in enumerate(weights.lm_heads or ())}
+    for head, ((matrix, bias),) in enumerate(weights.blocks):
+        tensors |= {f"{head}.0.linear.weight": matrix, f"{head}.0.linear.bias": bias}
+    return config, tensors
+
+
+def _published_glide(
+    weights: GlideWeights, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = {
+        **weights.config,
+        "vocab_size": sizes["vocab_size"],
+        "architectures": ["LlamaForCausalLM"],
+        "use_remap": False,
+        "block_size": weights.block_size,
+        "large_hidden_size": sizes["hidden_size"],
+        "large_num_attention_heads": sizes["num_heads"],
+        "large_head_dim": sizes["head_size"],
+    }
+    return config, {f"model.{name}": tensor for name, tensor in weights.tensors.items()}
+
+
+def _published_eagle(
+    weights: EagleWeights, sizes: Mapping[str, int]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     rows = len(weights.tensors[HEAD])
     features = {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
-    config |= {
+    config = {
+        **weights.config,
+        "vocab_size": sizes["vocab_size"],
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": rows,
         "eagle_config": features,
+        "target_hidden_size": sizes["hidden_size"],
     }
-    config |= {"target_hidden_size": sizes["hidden_size"]}
-    ids = torch.arange(rows) if weights.vocabulary is None else weights.vocabulary.cpu()
+    if config["model_type"] == "qwen2":
+        config |= {"model_type": "llama", "qkv_bias": True}
+
+    own_ids = torch.arange(rows)
+    ids = own_ids if weights.vocabulary is None else weights.vocabulary.cpu()
+    maps = {
+        "d2t": ids - own_ids,
+        "t2d": torch.isin(torch.arange(sizes["vocab_size"]), ids),
+    }
     tensors = {
-        name.replace("layers.0.", "midlayer."): each for name, each in weights.tensors.items()
+        name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.tensors.items()
     }
-    return (
-        config,
-        tensors
-        | {
-            "d2t": ids - torch.arange(rows),
-            "t2d": torch.isin(torch.arange(config["vocab_size"]), ids),
-        },
-        SINGLE_FILE,
-    )
+    return config, tensors | maps

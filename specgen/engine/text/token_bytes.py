@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -106,7 +106,37 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
     pipeline = tokenizer.pipeline
     if pipeline is None:
         raise NoTokenBytes("its tokenizer is not one of the tokenizers library")
-    model = pipeline.model
+    _check_model(pipeline.model)
+    steps = {
+        name: list(_steps(getattr(pipeline, name)))
+        for name in ("normalizer", "pre_tokenizer", "decoder")
+    }
+    _check_text_is_kept(steps["normalizer"], steps["pre_tokenizer"])
+    of_token = _reader(pipeline.model, steps)
+
+    vocabulary = tokenizer.vocabulary()
+    added = pipeline.get_added_tokens_decoder()
+    unknown = getattr(pipeline.model, "unk_token", None)
+    special = _roles(tokenizer.special_tokens, vocabulary, unknown)
+    without = {
+        id_ for id_, token in added.items() if token.special or token.lstrip or token.rstrip
+    } | set(special.values())
+    pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
+    kinds = bytearray(len(pieces))
+    for text, id_ in vocabulary.items():
+        if id_ in without:
+            continue
+        piece, kind = of_token(text, id_ in added)
+        if piece:
+            pieces[id_] = piece
+            kinds[id_] = kind
+    names = {id_: text for text, id_ in vocabulary.items() if pieces[id_] is None}
+    return TokenBytes(pieces, special, _emitted(pieces, kinds), names, pipeline)
+
+
+def _check_model(model: Any) -> None:
+    """Raises NoTokenBytes for a model of the `tokenizers` library whose tokens do not stand for
+    bytes."""
     kind = type(model).__name__
     if kind not in ("BPE", "Unigram"):
         raise NoTokenBytes(
@@ -114,12 +144,17 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
         )
     if kind == "BPE" and (model.continuing_subword_prefix or model.end_of_word_suffix):
         raise NoTokenBytes("its tokens mark where words continue or end instead of spaces")
-    steps = {
-        name: list(_steps(getattr(pipeline, name)))
-        for name in ("normalizer", "pre_tokenizer", "decoder")
-    }
+
+
+def _reader(
+    model: Any, steps: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Callable[[str, bool], tuple[bytes, int]]:
+    """Returns a function that gives a token's bytes and its kind, from its text and whether it was
+    added to the vocabulary.
+
+    Raises NoTokenBytes for a tokenizer that is neither byte-level nor marks spaces.
+    """
     mark = _space_mark([*steps["normalizer"], *steps["pre_tokenizer"], *steps["decoder"]])
-    _check_text_is_kept(steps["normalizer"], steps["pre_tokenizer"])
     is_byte_level = any(
         step["type"] == "ByteLevel" for step in (*steps["normalizer"], *steps["pre_tokenizer"])
     )
@@ -131,33 +166,26 @@ def _read(tokenizer: Tokenizer) -> TokenBytes:
         getattr(model, "byte_fallback", False)
     )
 
-    vocabulary = tokenizer.vocabulary()
-    added = pipeline.get_added_tokens_decoder()
-    special = _roles(tokenizer.special_tokens, vocabulary, getattr(model, "unk_token", None))
-    without = {
-        id_ for id_, token in added.items() if token.special or token.lstrip or token.rstrip
-    } | set(special.values())
-    pieces: list[bytes | None] = [None] * (max(vocabulary.values(), default=-1) + 1)
-    kinds = bytearray(len(pieces))
-    for text, id_ in vocabulary.items():
-        if id_ in without:
-            continue
-        if is_byte_level:
-            piece, kind_ = (text.encode(), _ADDED) if id_ in added else _of_byte_level(text)
-        else:
-            piece, kind_ = _of_marked(text, mark or " ", has_bytes=has_bytes)
-            kind_ = _ADDED if id_ in added else kind_
-        if piece:
-            pieces[id_] = piece
-            kinds[id_] = kind_
+    def of_byte_level(text: str, is_added: bool) -> tuple[bytes, int]:
+        return (text.encode(), _ADDED) if is_added else _of_byte_level(text)
+
+    def of_marked(text: str, is_added: bool) -> tuple[bytes, int]:
+        piece, kind = _of_marked(text, mark or " ", has_bytes=has_bytes)
+        return piece, _ADDED if is_added else kind
+
+    return of_byte_level if is_byte_level else of_marked
+
+
+def _emitted(pieces: Sequence[bytes | None], kinds: Sequence[int]) -> dict[bytes, int]:
+    """Returns a token for each piece: of several tokens with the same bytes, the first one of the
+    lowest kind."""
     ids: dict[bytes, int] = {}
-    for id_, own_bytes in enumerate(pieces):
-        if own_bytes is None:
+    for id_, piece in enumerate(pieces):
+        if piece is None:
             continue
-        if own_bytes not in ids or kinds[id_] < kinds[ids[own_bytes]]:
-            ids[own_bytes] = id_
-    names = {id_: text for text, id_ in vocabulary.items() if pieces[id_] is None}
-    return TokenBytes(pieces, special, ids, names, pipeline)
+        if piece not in ids or kinds[id_] < kinds[ids[piece]]:
+            ids[piece] = id_
+    return ids
 
 
 def _roles(
