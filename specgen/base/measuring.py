@@ -232,8 +232,8 @@ class Energy:
     """The energy used in `seconds` seconds: `gross_joules` in all, and `joules` without what the
     devices use when idle (`idle_watts`).
 
-    `source` names the counters. If there are no counters, all numbers are None and `reason` says
-    why.
+    `source` names the counters. If nothing could be measured, it is `unavailable`, all numbers are
+    None, and `reason` says why.
     """
 
     source: str

@@ -1,6 +1,6 @@
 """Makes text from models, traces and files safe to show: characters that could change the terminal,
-reorder other text or hide in it become visible symbols. Also lines of JSON, the same for trace
-files and standard output."""
+reorder other text or hide in it become visible symbols, or are left out. Also lines of JSON, the
+same for trace files and standard output."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def find_profile(
     any_draft_dtype: bool = False,
 ) -> Profile | None:
     """Returns the profile that `pair.profile_search.find` finds, None if it finds none; then tells
-    `note` why. Raises as that."""
+    `note` why, if it knows. Raises as that function."""
     profile, why_not = profile_search.find(pair, sampling, folder, any_draft_dtype=any_draft_dtype)
     if why_not:
         note(why_not)
@@ -191,9 +191,10 @@ def choose(
 ) -> tuple[str, Mapping[str, object], str]:
     """Returns the method and the settings to decode with, and a text about them.
 
-    The user's `method` and `settings` go before the profile's: with a method alone its settings are
-    the profile's, and with neither the profile chooses both. The text describes settings that come
-    from the profile, and says if their speed was only expected; for other settings it is empty.
+    The user's `method` and `settings` go before the profile's. Without settings, those of the
+    method are the profile's, if it has any; without a method, the method is too. The text describes
+    settings that come from the profile, and says if their speed was only expected; for other
+    settings it is empty.
     """
     name = method or (methods.DEFAULT_METHOD if profile is None else profile.chosen.method)
     tuned = None if profile is None else profile.settings_of(name)
@@ -211,7 +212,8 @@ def choose(
 def tuned_specs(
     profile: Profile, specs: Sequence[MethodSpec], *, keep: bool
 ) -> tuple[list[MethodSpec], str]:
-    """Returns the methods with settings from the profile, and in words which methods got them.
+    """Returns `specs`, some of them now with settings from the profile, and in words which methods
+    got these (empty: none).
 
     A method to which the user gave no settings gets the profile's, unless `keep`, and is written
     with them from then on. `MethodSpec.tuned_on` is set for all methods that have the profile's

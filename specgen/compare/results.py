@@ -395,8 +395,9 @@ def with_predictions(
 
     `costs` are the seconds of single passes, from `measure_costs`. `eq14` is by EESD's formula (Eq.
     14), from these and the acceptance. `pass_costs` divides the summed costs of plain decoding's
-    passes by those of all passes in the method's rounds. Both are None where drafts were not single
-    chains, were made during target passes, or have unknown lengths.
+    passes by those of all passes in the method's rounds. These two are None for a method that
+    drafted nothing, for transformers' own methods, and where drafts were not single chains or were
+    made during target passes.
     """
     medians = results.medians()
     prefill = {

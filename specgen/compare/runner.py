@@ -218,7 +218,8 @@ class Runner:
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Returns the prompt's token ids. For a later turn of a question these contain the earlier
-        turns with plain decoding's answers, for every method."""
+        turns with plain decoding's answers, for every method. Raises SpecgenError if the chat
+        template is missing or refuses the turns."""
         if prompt.index not in self._ids:
             previous = range(prompt.index - len(prompt.previous_turns), prompt.index)
             answers = [

@@ -352,7 +352,7 @@ class AdaptiveMethod(DraftModelMethod):
     """Drafts by prompt lookup or with a model, whichever is expected to gain more in a round.
 
     The model is the draft model, or without one the drafting layers in the target's own files.
-    Without both it is prompt lookup alone.
+    With neither, prompt lookup drafts alone.
     """
 
     name = ADAPTIVE

@@ -22,6 +22,9 @@ _WIDTH = 4  # candidates after each node of a tree whose rows depend on the toke
 
 
 class Block(PartMethod):
+    """Drafts a chain; with `nodes`, a tree of the likeliest paths, or of continuations where a row
+    depends on the token before."""
+
     name = "block"
     paper = "DFlash, DSpark, 2026"
     needs = "block"
@@ -39,8 +42,6 @@ class Block(PartMethod):
     )
 
     def start(self, models: Models, request: Request) -> Run:
-        """Returns a run that drafts a chain; with `nodes`, a tree of the likeliest paths, or of
-        continuations where a row depends on the token before."""
         setup = self.setup(models, request)
         nodes = int(request.settings.values["nodes"])
         drafter: Drafter

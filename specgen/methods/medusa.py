@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 class Medusa(PartMethod):
+    """Drafts a fixed tree of the heads' likeliest tokens; a chain with `nodes` 0."""
+
     name = "medusa"
     paper = "Medusa-1, Cai et al. 2024"
     needs = "medusa"
@@ -38,8 +40,6 @@ class Medusa(PartMethod):
     tuning = Tuning("medusa", grids=({"nodes": (0, 5, 10, 20), "k": (2, 3, 4)}, ADAPTIVE_GRID))
 
     def start(self, models: Models, request: Request) -> Run:
-        """Returns a run that drafts a fixed tree of the heads' likeliest tokens, or a chain with
-        `nodes` 0."""
         setup = self.setup(models, request)
         nodes = int(request.settings.values["nodes"])
         if nodes == 0:

@@ -90,9 +90,9 @@ class CaliTS(ThompsonSampling):
     `accepted` and `judged` are sums over all rounds of |Q_v| and min(|Q_v| + 1, |Q_d|). The printed
     update counts no rejections: it is (t + theta0) / (t + 1) whatever happens.
 
-    `sampling_prediction` off: theta ~ N(theta_M, sigma_M^2). `model_prediction` off: theta ~
-    N(theta_hat, sigma_S^2 / n), with n at least 1 (both: Table 4). Raises SpecgenError if both are
-    off.
+    Table 4 switches one of the two estimates off. With `sampling_prediction` off, theta is drawn
+    from N(theta_M, sigma_M^2); with `model_prediction` off, from N(theta_hat, sigma_S^2 / n), with n
+    at least 1. Raises SpecgenError if both settings are off.
     """
 
     name = "cali-ts"

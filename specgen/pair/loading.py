@@ -127,7 +127,8 @@ def load(
 def load_pair(
     options: ModelOptions, announce: Callable[[str], None], process: DraftProcess | None = None
 ) -> Pair:
-    """Loads what `options` name; see `load`. If that fails, it ends the `process`."""
+    """Loads what `options` name. Returns and raises as `load`; where it raises, it ends the
+    `process`."""
     try:
         head = assistant_folder(options, announce)
         sources = model_sources(options)
@@ -176,7 +177,8 @@ def _with_profile(pair: Pair, options: ModelOptions, process: DraftProcess | Non
 
 def assistant_folder(options: ModelOptions, announce: Callable[[str], None]) -> Path | None:
     """Returns the folder of a draft model that is an assistant of Gemma 4, and so a head for its
-    target; None: it is none, or none is named."""
+    target; None: it is none, or none is named. Raises SpecgenError if the draft model is not found
+    or its config cannot be read."""
     if options.draft is None:
         return None
     _, draft = model_sources(options)

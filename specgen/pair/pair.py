@@ -140,7 +140,7 @@ class Pair:
         record: bool = False,
         **settings: object,
     ) -> Result | list[Result]:
-        """Decodes the whole output and returns it. Arguments as for `rounds`.
+        """Decodes the whole output and returns it. Arguments and errors as for `rounds`.
 
         `prompt` may also be a list of prompts, which are decoded one after the other: then a list
         of results is returned. `perplexity` adds the output's perplexity under the target to the

@@ -59,7 +59,8 @@ class LoadedPair(Protocol):
 
 def profile_key_of(pair: LoadedPair) -> Conditions:
     """Returns the conditions under which this pair runs now: models, trained parts, versions and
-    machine. A profile made under other ones does not fit."""
+    machine. A profile made under other ones does not fit. Raises SpecgenError if weight files
+    cannot be read."""
     from specgen.base.machine import machine, versions
     from specgen.engine.weights import weights_fingerprint
 

@@ -58,8 +58,8 @@ def round_line(
     `text_of` turns token ids into text.
 
     With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p)
-    as `kl`, where p is the target's distribution and q the draft's. Both are null for tokens
-    without known distributions.
+    as `kl`, where p is the target's distribution and q the draft's. `overlap` and `kl` are null for
+    tokens without known distributions.
     """
     draft = round_.draft
     verdict = round_.verdict

@@ -22,7 +22,7 @@ small, the loss is cross-entropy with the draft's next token.
 
 Drafting reads a text as `Translation` writes it: the prompt in the draft's own tokenization, then
 each token of the target's output as one draft token, or spelled by several. Training uses the same
-form. In the output, both have a boundary after every token of the target, even where the draft's
+form: in the output it has a boundary after every token of the target, even where the draft's
 tokenizer would have cut the text elsewhere, so that a distilled draft learns the target's
 tokenization.
 """
@@ -216,8 +216,8 @@ class DraftObjective(Objective):
         return self.batches
 
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and their
-        labels."""
+        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and as their
+        labels the batch's `labels` and `teacher`."""
         mask = self._masks(
             AttentionMask(~batch.forward_pass().visible, batch.positions, batch.positions),
             self.dtype,

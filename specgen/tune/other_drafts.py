@@ -24,7 +24,8 @@ def with_other_drafts(
     that make a pair with another draft from the best pair so far; None: it cannot gain.
 
     The other drafts are the further ones that were found, and the best pair's with rounded weights,
-    unless `options` name its dtype. `opened` closes all pairs that are made.
+    unless `options` name its dtype. `opened` closes all pairs that are made. Raises as
+    `with_found`, and so do the functions.
     """
 
     def with_draft(draft: Found, best: Pair) -> Pair:

@@ -247,7 +247,8 @@ def inspect_files(
 
     `devices` are the target's and the draft's; with `auto-map` this function plans the devices
     itself. A draft model with another tokenizer is reported, not refused. Raises SpecgenError if a
-    model cannot be used at all, and RunError if the target does not fit on the planned devices.
+    model or a named head or exit layer cannot be used at all, and RunError if the target does not
+    fit on the planned devices.
     """
     launched = launch()
     sources = model_sources(options)
@@ -288,7 +289,7 @@ def with_measurements(
 ) -> PairReport:
     """Returns the report with what only loaded models can tell: pass times, threads, what rounding
     costs, the overlap of different tokenizers on the target's output, and methods that fail with
-    this pair."""
+    this pair. Raises SpecgenError or RunError if a model cannot be run."""
     tokenizers = report.tokenizers
     if tokenizers is not None and tokenizers.overlap is not None and pair.draft is not None:
         announce("generating text to compare the tokenizers on")
@@ -333,10 +334,11 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:
-    """Measures pass times while both models run at the same time, which decide PEARL's window.
+    """Measures pass times while target and draft model run at the same time, which decide PEARL's
+    window.
 
-    None without a draft model, if its tokens cannot be translated, and if it drafts in one pass,
-    which PEARL does not run.
+    Returns None, and measures nothing, without a draft model, if its tokens cannot be translated,
+    and if it drafts in one pass.
     """
     if pair.draft is None or pair.draft.refusal is not None or pair.draft.drafts_blocks:
         return None

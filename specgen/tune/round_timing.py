@@ -78,7 +78,7 @@ def record_reference(
     times.
 
     The key-value caches are emptied first, so that the time of the pass over the whole prompt is
-    measured.
+    measured. Raises as `Pair.request`.
     """
     run = pair.run(pair.request(prompt_ids, "ar", sampling))
     pair.forget()

@@ -105,7 +105,7 @@ class Simulator:
         together, with expected seconds.
 
         `numbers` are the prompts to run on, as indices of `references`; None for all. With
-        `perplexity`, and for lossy methods, the summary has the perplexity of the output under the
+        `perplexity`, and for lossy methods, the figures have the perplexity of the output under the
         target at temperature 1. `goes_on` is asked after each round, with the figures so far.
         Raises AbandonedError where it says no, and SpecgenError if the method cannot run with this
         pair.

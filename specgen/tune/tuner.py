@@ -741,7 +741,7 @@ def run_second_prompt(
     it with plain decoding.
 
     The fastest of the `candidates` so far runs on it too if it was faster than plain decoding and
-    the time is enough for both.
+    the time is enough for both methods.
     """
     default = [candidate for candidate in candidates if candidate.name == methods.DEFAULT_METHOD]
 
@@ -842,8 +842,8 @@ def best_lossy(
 
 
 def tuned_skips(simulator: Simulator, seconds: float) -> Candidate:
-    """Searches for about `seconds` for the layers that Self-SD skips in drafting, and returns it
-    with the fastest set found.
+    """Searches for about `seconds` for the layers that Self-SD skips in drafting. Returns the
+    method with the fastest set found, and as `predicted` its measured speed.
 
     Each set is run on the beginnings of some prompts. Raises SpecgenError if the target's layers
     cannot be run one by one, or if the time is too short to try one set.

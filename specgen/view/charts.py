@@ -60,7 +60,7 @@ class Chart:
     y goes from 0 to `high`. The places on the x axis are rounds, or ranges of a number, which
     `labels` name. On a page, each series is a row of columns if there are `tips` (a tooltip for
     each place), otherwise a line. In a terminal, a chart with `numbers` has a bar and a number for
-    each label; one with `labels` alone is a table; one without both has a row of block characters
+    each label; one with `labels` alone is a table; one with neither has a row of block characters
     for each series.
     """
 
