@@ -70,7 +70,7 @@ def compare(
     asked: CompareOptions, models: DecodingGroup, options: SamplingOptions, output: CompareOutput
 ) -> None:
     """Loads the models, compares the methods and writes the results. Raises SpecgenError for wrong
-    options, and as `Comparison.run`."""
+    options, and as `specgen.load` and `Comparison.run`."""
     begin = time.perf_counter()
     is_default = not options_given(asked) and output.trace_path is None
     sampling = options.params()

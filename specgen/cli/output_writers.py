@@ -31,8 +31,8 @@ class OutputWriter:
     `tuned` says which method and settings come from a profile, `where` which device and dtype were
     chosen; each is empty for what the user named. `trace` gets every line of the recorded run. If a
     line cannot be written to it, the whole output is shown nevertheless, and `write` then raises
-    the error. `keys` say which of several prompts is answered: they are in the first and the last line,
-    and with --json only the last is shown.
+    the error. `keys` say which of several prompts is answered: they are in the first and the last
+    line, and with --json only the last is shown.
     """
 
     def __init__(

@@ -146,7 +146,8 @@ def typical_length(prompt_length: int, limit: int) -> int:
 
 
 class Method:
-    """A decoding method. There is one instance of each, in `methods.METHODS`; it has no state.
+    """A decoding method. There is one instance of each, in `methods.METHODS` or, under an older
+    name, in `methods.ALIASES`; it has no state.
 
     `name` is what users write, `paper` names the source. `needs` is what the method drafts with:
     `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of

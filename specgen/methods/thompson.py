@@ -91,8 +91,8 @@ class CaliTS(ThompsonSampling):
     update counts no rejections: it is (t + theta0) / (t + 1) whatever happens.
 
     Table 4 switches one of the two estimates off. With `sampling_prediction` off, theta is drawn
-    from N(theta_M, sigma_M^2); with `model_prediction` off, from N(theta_hat, sigma_S^2 / n), with n
-    at least 1. Raises SpecgenError if both settings are off.
+    from N(theta_M, sigma_M^2); with `model_prediction` off, from N(theta_hat, sigma_S^2 / n), with
+    n at least 1. Raises SpecgenError if both settings are off.
     """
 
     name = "cali-ts"

@@ -22,7 +22,7 @@ def from_outcome(
     rounding: RoundingCost | None = None,
 ) -> Profile:
     """Returns the profile of a tuning that was done under the conditions `key` and on `prompts`
-    (None: unknown)."""
+    (None: unknown). `rounding` is what rounding the target's weights costs, None if not known."""
     fingerprints = None
     if prompts is not None:
         fingerprints = [prompt.fingerprint for prompt in prompts]

@@ -441,8 +441,10 @@ class Tuner:
         Methods take turns, those first whose simulation costs least and that are likeliest to be
         fast. Lossy methods (whose output can differ from the target's) are tried with their first
         settings, and with others at the end, because they are never chosen automatically. Settings
-        that turn out to be far behind are left, and after some such settings their method. Returns
-        what was tried, by method; its expected speed is scaled to all prompts.
+        that turn out to be far behind are left, and after some such settings their method. Settings
+        that cannot be simulated put their method into `left_out`. Returns the candidates that were
+        simulated to the end, by method, with expected speeds scaled to all prompts. Raises
+        SpecgenError if plain decoding cannot be simulated.
         """
         tried: dict[str, list[Candidate]] = {name: [] for name in grids}
         failed = set[tuple[str, Value | None]]()  # methods with policies
