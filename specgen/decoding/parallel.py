@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 class ParallelDrafter(Protocol):
     """Drafts for one run (the generation of one output) while its caller does something else. One
-    draft at a time.
+    draft at a time. The methods, except for `cut` and `close`, raise SpecgenError if the model
+    cannot be loaded or drafting has failed.
 
     `policy` is the run's length policy (it decides when drafts end); the run tells it how many
     tokens were accepted. `seconds` is how long the last draft took, measured where it was drafted,

@@ -137,9 +137,11 @@ class Turns:
         self._lock.release()
 
     def close(self, rounds: Generator[Round]) -> None:
-        """Closes unfinished rounds: now, or in the next turn if another thread has the present one.
+        """Closes unfinished rounds: now, or if another thread has the present turn, in the next
+        one.
 
-        The garbage collector calls this in any thread, also in one for which the other waits.
+        The garbage collector calls this in any thread, also in one that the holder of the turn
+        waits for, so it must not wait.
         """
         if not self._lock.acquire(blocking=False):
             self._unclosed.append(rounds)

@@ -42,7 +42,8 @@ class ModelSource:
     whichever supports the model. `exact`: a token's logits are computed in the same order of
     operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the
-    model was made for. `repetition_penalty` replaces the generation config's.
+    model was made for. `repetition_penalty` replaces the generation config's; None: that one
+    applies.
     """
 
     name: str

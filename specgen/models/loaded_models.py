@@ -41,8 +41,9 @@ class LoadedModels:
 
     The KV caches stay between runs: a run reuses the cached tokens with which its own context
     begins. `drafts_apart`: a process of its own runs the draft model for PEARL; otherwise this one
-    does. `worker` is such a process if it was started early, to load the draft model while this one
-    loads the target. Models with the same target share its `parts` and `lock`.
+    does. `worker` has such a process that was started early, to load the draft model while this one
+    loads the target; None: it is started when it is needed. Models with the same target share its
+    `parts` and `lock`.
     """
 
     def __init__(

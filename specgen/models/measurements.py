@@ -48,7 +48,8 @@ class Measurements:
     `kind` names a type of measurement, such as `skips`; `key`, a tuple of JSON values, says what
     the value depends on apart from the models and the machine. `threads` is the number of CPU
     threads that was chosen, None before `Pair.warm_up` and without a model on a CPU. A profile (the
-    result of `specgen tune`) sets `tuned_costs`, seconds of rounds by their kind.
+    result of `specgen tune`) sets `tuned_costs`, the costs of rounds by what drafts (the
+    `cost_kind` of a method).
     """
 
     def __init__(self, target: LoadedModel, draft: DraftModel | None) -> None:

@@ -130,8 +130,8 @@ class Architecture:
     is_partial: bool = False
 
     def model_name(self, stored: str) -> str | None:
-        """Returns the native decoder's name for a stored tensor of a layer, such as
-        `attn_q.weight`, or of the rest of the model; None if it is unknown."""
+        """Returns the native decoder's name of the tensor that llama.cpp calls `stored`, such as
+        `attn_q.weight` (without `blk.N.` if it is a layer's); None if it is unknown."""
         names = {**_NAMES, **self.names}
         if stored in names:
             return names[stored]

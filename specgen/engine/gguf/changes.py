@@ -92,8 +92,7 @@ class DeltaHeads:
     value_size: int
 
     def grouped(self, stored: torch.Tensor, size: int) -> torch.Tensor:
-        """Returns the `size` rows of each value head in the model's order, for those in the stored
-        order."""
+        """Returns rows, `size` for each value head, moved from the stored order to the model's."""
         tiled = stored.view(self.values // self.keys, self.keys, size, *stored.shape[1:])
         return tiled.transpose(0, 1).reshape(stored.shape)
 

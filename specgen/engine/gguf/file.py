@@ -65,9 +65,9 @@ def open_gguf(path: Path, name: str) -> GgufFile:
     """Returns what the header of a GGUF file says, or the headers of all parts of a split one.
 
     `path` is any of the parts. `name` is what messages call the model. Headers are kept for the
-    next call, for the last two models and as long as the
-    files do not change. Raises SpecgenError for a file that is damaged,
-    cannot be read or has tensors of a type that is not read, and for missing parts.
+    next call, for the last two models and as long as the files do not change. Raises SpecgenError
+    for a file that is damaged, cannot be read or has tensors of a type that is not read, and for
+    missing parts.
     """
     header = _header(path, name)
     count = _split_number(header, "count", name) if "split.count" in header.metadata else 1

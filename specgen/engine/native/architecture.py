@@ -93,9 +93,10 @@ class Rotary:
     """One set of rotary frequencies (RoPE): a position's angles are the position times each of
     `inverse_frequencies`.
 
-    These are rotary size / 2 values, in float32. cos and sin of the angles are multiplied by
-    `factor`. LongRoPE models have a second set of frequencies, `long_inverse_frequencies`, for runs
-    longer than `long_boundary` tokens. Both are None for other models.
+    There is one for each rotated pair of a head's elements, in float32. cos and sin of the angles
+    are multiplied by `factor`. LongRoPE models have a second set of frequencies,
+    `long_inverse_frequencies`, for runs longer than `long_boundary` tokens. Both are None for other
+    models.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -155,7 +156,8 @@ class Recurrent:
 
     @property
     def projections(self) -> Mapping[str, int]:
-        """The rows of the delta rule's projections, by the ends of their names in the files."""
+        """How many rows each of the delta rule's projections has, by the end of its name in the
+        files."""
         heads, values = self.value_heads, self.value_heads * self.value_size
         if self.by_head:
             return {"_qkvz": self.channels + values, "_ba": 2 * heads}
@@ -356,11 +358,11 @@ class Fields:
         window: int | None,
         strict: bool = False,
     ) -> Changes:
-        """Returns the change of `Architecture.layers`: `layers`, with a window of `window` tokens
-        in those for which `sliding` is true, and with none in the others.
+        """Returns `{"layers": layers}`, with a window of `window` tokens in those layers for which
+        `sliding` is true, and with none in the others.
 
-        `window` None: all layers see all tokens; with `strict`, this is refused if `sliding` is
-        true for a layer.
+        `window` None: no layer has one. With `strict`, raises UnsupportedConfig if it is None
+        although `sliding` is true for a layer.
         """
         if strict and window is None and any(sliding):
             raise self.refuse("sliding_window")

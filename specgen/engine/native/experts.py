@@ -53,7 +53,7 @@ class ExpertFiles:
 
 
 def expert_files(architecture: Architecture, index: int) -> ExpertFiles:
-    """Returns the weights of the mixture in layer `index`."""
+    """Returns names and shapes of the weights of the mixture in layer `index`."""
     mixture = architecture.mixture
     assert mixture is not None
     width = architecture.hidden_size

@@ -29,10 +29,10 @@ class DeltaFiles:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentFiles:
-    """The weights of a recurrent mixer in a model's files.
+    """The weights of a recurrent mixer in a model's files: names and shapes.
 
     `inputs` project the input. The weight of `convolution` is [channels, 1, kernel size]. `delta`
-    None: there is a convolution alone.
+    is None where there is a convolution alone.
     """
 
     inputs: tuple[LinearFiles, ...]
@@ -42,7 +42,7 @@ class RecurrentFiles:
 
 
 def recurrent_files(architecture: Architecture, index: int) -> RecurrentFiles:
-    """Returns the weights of the recurrent mixer of layer `index`."""
+    """Returns names and shapes of the weights of the recurrent mixer of layer `index`."""
     sizes = architecture.recurrent
     assert sizes is not None
     width = architecture.hidden_size

@@ -44,9 +44,9 @@ class Block(NamedTuple):
     """Tokens of a pass, those of the cache entries `first` to `last` - 1. Entries before
     `committed` are the context's.
 
-    Each token sees all entries before `base`, and of those from there on its ancestors and itself:
-    `seen` [n, last - `base`]; None: a token alone, which sees all. `nearest` is the entry of the
-    last ancestor before `first`, or those of all tokens [n].
+    Each token sees all entries before `base`. Of the later ones it sees itself and its ancestors,
+    where `seen` [n, last - `base`] is true; None: a token alone, which sees all. `nearest` is the
+    entry of the last ancestor before `first`: one for all tokens, or [n] with one for each.
     """
 
     first: int

@@ -71,8 +71,8 @@ def tensor_shapes(files: Any) -> dict[str, tuple[int, ...]]:
 
 
 def walk(files: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a record: in its fields, in their order, and in tuples and records
-    there."""
+    """Yields the tensors in a record, in the order of its fields, with those in tuples and records
+    in these."""
     if isinstance(files, Tensor):
         yield files
     elif isinstance(files, tuple):

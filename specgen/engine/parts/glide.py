@@ -37,8 +37,8 @@ class CrossInputs(NamedTuple):
     """What the cross-attention of one layer needs in a pass over several tokens of one sequence, or
     of each of `batch` sequences.
 
-    `keys` and `values` are those of one layer of the target, and `mask` is one for their positions,
-    all in the shapes that `attend` takes, or with `batch` those that `attend_batch` takes.
+    `keys` and `values` are those of one layer of the target, and `mask` hides some of them (None:
+    none), all in the shapes that `attend` takes, or with `batch` those that `attend_batch` takes.
     `rotation` [batch * rows, 1, R/2] is the target's rotary embedding at the positions of the
     tokens (None: this layer of the target has none).
     """

@@ -79,7 +79,7 @@ def known_architecture(shape: ModelShape, feature: str, *, any_sizes: bool = Fal
     """Returns `shape`, which is the target's, as an architecture.
 
     Raises SpecgenError, which names `feature`, if the native decoder does not know the model's
-    family, or unless `any_sizes` if the layers have several sizes.
+    family, or if its layers have several sizes and `any_sizes` is False.
     """
     needed = "of a family that specgen knows"
     if isinstance(shape, Architecture):

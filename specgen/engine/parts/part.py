@@ -119,10 +119,10 @@ class BlockWeights(DecoderWeights):
     `lm_head.weight` and `embed_tokens.weight` are there only if they differ from the target's;
     `vocabulary` is as in `EagleWeights`. The pass has `block_size` rows: the context's last token
     and masks, whose id is `mask_id`. `from_anchor`: row j predicts the token after its own
-    position, otherwise the one at it. `causal`: rows do not see later ones, otherwise they do;
-    None: they do not in layers with a sliding window alone. The head reads the target's tables
-    without the target's factors and cap. It has its own: `embedding_scale` of the embeddings,
-    `logit_scale` of the logits, and then their cap `logit_cap` (None: they have none).
+    position, otherwise the one at it. `causal`: rows do not see later ones; False: they do; None:
+    they do except in layers with a sliding window. The head reads the target's tables without the
+    target's factors and cap. It has its own: `embedding_scale` of the embeddings, `logit_scale` of
+    the logits, and then their cap `logit_cap` (None: they have none).
 
     DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight`
     [vocabulary, rank]; its prediction of acceptance is `confidence_head.proj.weight` [1, width or

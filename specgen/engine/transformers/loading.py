@@ -234,7 +234,8 @@ def load_module(
     `layer_devices` (one for each layer).
 
     Checks that the files have exactly the tensors that the model needs, but not whether a KV cache
-    can be rolled back. Raises SpecgenError if the tensors do not fit.
+    can be rolled back. Raises SpecgenError if the tensors do not fit, and with `layer_devices` as
+    `module_devices` does.
     """
     name = files.name
     trust = files.source.trust_remote_code
