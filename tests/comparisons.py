@@ -16,7 +16,7 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import MethodSpec, parse_spec
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.compare.results import NO_PREDICTION, BenchmarkConfig, Results, Run, method_results
 from specgen.compare.verdict import Difference
 from specgen.methods.mtad import MTAD
@@ -99,7 +99,7 @@ class Wild(MTAD):
     name = "wild"
 
 
-WILD = MethodSpec("wild", replace(methods.choose("mtad", {}), method=Wild()))
+WILD = MethodSpec("wild", replace(methods.choice_of("mtad", {}), method=Wild()))
 
 
 def run(seconds: float, drafted: int = 0, accepted: int = 0, **more: Any) -> Run:
@@ -126,7 +126,8 @@ def results_of(methods: Mapping[str, Sequence[Run]]) -> Results:
     specs = [WILD if method == "wild" else parse_spec(method) for method in methods]
     count = max(3, *map(len, methods.values()))
     prompts = [
-        Prompt(index, "text", "one" if index % 2 else "two", f"p{index}") for index in range(count)
+        ListedPrompt(index, "text", "one" if index % 2 else "two", f"p{index}")
+        for index in range(count)
     ]
     results = Results(BenchmarkConfig(specs, prompts, 1, SamplingParams(max_new_tokens=100)))
     for spec, runs in zip(specs, methods.values(), strict=True):
@@ -167,7 +168,7 @@ def comparison() -> Report:
     """The report of the comparison `usual`, with predictions, categories, phases, a note, and
     hostile text in a prompt."""
     results = usual()
-    first = Prompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
+    first = ListedPrompt(0, "<script>alert(1)</script>\x1b", "two", "<p0>")
     results.config = replace(results.config, prompts=[first, *results.config.prompts[1:]])
     run = next(read_trace(Path(__file__).parent / "golden" / "trace.jsonl"))
     results.examples["svip"] = replace(run, start={**run.start, "prompt_index": 0})

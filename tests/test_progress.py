@@ -15,7 +15,7 @@ from comparisons import report_of, usual
 from specgen.base.measuring import prefill_reports
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_spec
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.compare.runner import BenchmarkStep
 from specgen.engine import cached_prefix
 from specgen.pair.pair import Pair
@@ -73,7 +73,9 @@ def test_lines_are_drawn_in_place_and_erased_at_the_end() -> None:
 
 def test_several_lines_scroll_the_terminal_before_the_cursor_is_saved() -> None:
     screen = Screen(height=7)
-    step = BenchmarkStep(parse_spec("sd:k=8"), Prompt(3, "x", "code", "a-name"), False, 5, 48, 83.0)
+    step = BenchmarkStep(
+        parse_spec("sd:k=8"), ListedPrompt(3, "x", "code", "a-name"), False, 5, 48, 83.0
+    )
     show_step(screen.progress, report_of(usual()), step)
     text = screen.written
     assert text.startswith("\n" * 5 + "\x1b[5A\x1b7"), (

@@ -25,7 +25,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.settings import written
 from specgen.base.types import Context
 from specgen.cli.app import app
-from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, distance_from_defaults, resolve, skip_search
@@ -368,7 +368,7 @@ def test_the_likely_winner_runs_on_a_second_prompt_where_there_is_time(
     speeds = {"ar": 1.0, "adaptive": 0.8, "lookup": speedup, "sd": 0.7}
     ran = dict.fromkeys(("adaptive", "lookup", "sd"), 1)
 
-    def run(wanted: list[Candidate], prompts: list[Prompt], deadline: Deadline) -> None:
+    def run(wanted: list[Candidate], prompts: list[ListedPrompt], deadline: Deadline) -> None:
         assert prompts == [TEXTS[1]]
         if len(wanted) <= time_for:
             for each in wanted:

@@ -15,7 +15,7 @@ from pair_helpers import pair_of_models
 from tuning_helpers import GREEDY, PairOf, finished
 
 from specgen.base.types import Context
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.engine.model_runner import ModelRunner
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
@@ -30,7 +30,7 @@ REPEATING = [
     "0123 0123 0123 0123",
     "so it is so it is so",
 ]
-TEXTS = [Prompt(index, text) for index, text in enumerate(REPEATING)]
+TEXTS = [ListedPrompt(index, text) for index, text in enumerate(REPEATING)]
 
 
 class SlowMachine:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
@@ -24,7 +24,8 @@ COSTS = RoundCosts(
 )
 PairOf = Callable[[str, str], Pair]
 TEXTS = [
-    Prompt(index, text) for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])
+    ListedPrompt(index, text)
+    for index, text in enumerate(["one two three", "abc abc abc", "0123456789"])
 ]
 
 

@@ -1,4 +1,7 @@
-"""`specgen generate`: continues a prompt and shows the text while it is generated."""
+"""`specgen generate`: continues a prompt and shows the text while it is generated.
+
+`output_writers` writes each answer, and what there is of it where Ctrl-C ends it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,12 @@ from specgen.base.settings import parse_pairs
 from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import choose, models_in_words, open_pair, show_overlap
+from specgen.cli.opening import method_and_settings, models_in_words, open_pair, show_overlap
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
 from specgen.cli.prompts_file import PromptsFile, holds_prompts
-from specgen.compare.prompts import Prompt as Question
-from specgen.compare.prompts import load_prompts
+from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.pair.prompts import Prompt, messages
 from specgen.traces.writer import TraceWriter
 from specgen.view import theme
@@ -64,7 +66,7 @@ def generate(
         opened.enter_context(pair)
 
         text = "" if prompt is None else _whole_text(prompt, err, quiet=output.quiet)
-        name, settings, tuned = choose(
+        name, settings, tuned = method_and_settings(
             profile, choice.method.name if is_named else None, choice.given
         )
         if models.finds and profile is None and not is_named:
@@ -108,7 +110,7 @@ class _Answers:
         _say_what_decodes(self.pair, self.decoding, self.err)
         writer.write()
 
-    def answer_each(self, prompts: Sequence[Question]) -> None:
+    def answer_each(self, prompts: Sequence[ListedPrompt]) -> None:
         """Answers each prompt of --prompts."""
         file = PromptsFile(self.pair, prompts, self.asked, self.decoding, self.err)
         # not before the prompts are checked: a mistake is one line
@@ -166,14 +168,14 @@ def _choice(asked: GenerateOptions, models: DecodingGroup, params: SamplingParam
     refusal = None if models.has_draft else method.refusal_without_draft(models.target)
     if refusal is not None:
         raise refusal
-    choice = methods.choose(name, settings)
+    choice = methods.choice_of(name, settings)
     method.check_request(choice.settings, params)
     return choice
 
 
 def _inputs(
     asked: GenerateOptions, output: GenerateOutput, models: DecodingGroup
-) -> tuple[list[Question] | None, PromptInput | None]:
+) -> tuple[list[ListedPrompt] | None, PromptInput | None]:
     """Returns the prompts of --prompts, or the one prompt; neither for a conversation. Raises
     SpecgenError if they cannot be read, or if an output would replace what is read."""
     prompts = None

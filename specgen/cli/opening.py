@@ -186,7 +186,7 @@ def find_profile(
     return profile
 
 
-def choose(
+def method_and_settings(
     profile: Profile | None, method: str | None, settings: Mapping[str, object]
 ) -> tuple[str, Mapping[str, object], str]:
     """Returns the method and the settings to decode with, and a text about them.
@@ -225,11 +225,13 @@ def tuned_specs(
     for spec in specs:
         tuned = None if spec.is_baseline else profile.settings_of(spec.name)
         if tuned:
-            choice = methods.choose(spec.name, {name: str(value) for name, value in tuned.items()})
+            choice = methods.choice_of(
+                spec.name, {name: str(value) for name, value in tuned.items()}
+            )
             if not keep and not spec.choice.given:
                 tuned_methods.append(written(spec.name, tuned))
                 spec = replace(spec, written=tuned_methods[-1], choice=choice)
-            is_default = choice.settings == methods.choose(spec.name, {}).settings
+            is_default = choice.settings == methods.choice_of(spec.name, {}).settings
             if prompts is not None and not is_default and spec.choice.settings == choice.settings:
                 spec = replace(spec, tuned_on=frozenset(prompts))
         by_writing[spec.written] = spec

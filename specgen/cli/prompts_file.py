@@ -17,7 +17,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import versions
 from specgen.base.text import counted, print_json, print_result
 from specgen.cli.conversation import Decoding
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.pair.prompts import messages
 from specgen.view.progress import Progress
 
@@ -44,7 +44,7 @@ class PromptsFile:
     def __init__(
         self,
         pair: Pair,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[ListedPrompt],
         asked: GenerateOptions,
         decoding: Decoding,
         err: Console,
@@ -145,10 +145,10 @@ class PromptsFile:
             hint = "the same command continues it"
         return f"Interrupted after {answered} of {counted(len(self._prompts), 'prompt')}; {hint}."
 
-    def _messages(self, prompt: Prompt) -> Any:
+    def _messages(self, prompt: ListedPrompt) -> Any:
         return messages(prompt.text, self._asked.system) if self._asked.chat else prompt.text
 
-    def _request(self, prompt: Prompt) -> Request:
+    def _request(self, prompt: ListedPrompt) -> Request:
         decoding = self._decoding
         try:
             return self._pair.request(
@@ -161,7 +161,7 @@ class PromptsFile:
         except SpecgenError as error:
             raise type(error)(f"{prompt.label}: {error.message}", error.hint) from error
 
-    def _is_of(self, start: Mapping[str, Any], prompt: Prompt, request: Request) -> bool:
+    def _is_of(self, start: Mapping[str, Any], prompt: ListedPrompt, request: Request) -> bool:
         """Whether a trace's start line is that of a run of this request."""
         target = self._pair.target
         sampling = asdict(request.sampling) | {"stop": list(request.sampling.stop)}
@@ -203,7 +203,7 @@ def _is_finished(run: TracedRun) -> bool:
     return run.finish_reason not in (None, "interrupted")
 
 
-def keys_of(prompt: Prompt) -> dict[str, Any]:
+def keys_of(prompt: ListedPrompt) -> dict[str, Any]:
     """The keys that say which prompt a line is about, as in traces of comparisons."""
     return {"prompt_index": prompt.index, "prompt_name": prompt.name, "category": prompt.category}
 

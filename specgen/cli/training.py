@@ -12,7 +12,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import make_writable_folder, pair_folder, part_folder
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.cli.trainable import DEFAULT_MINUTES, DRAFT, EXIT, PREDICTOR, Asked, first_share
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.engine.weights import weights_fingerprint
 from specgen.models.parts import PartStore
 from specgen.pair.loading import load_pair
@@ -58,7 +58,7 @@ def run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, An
             ) from error
 
 
-def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) -> Objective:
+def load_objective(asked: Asked, prompts: Sequence[ListedPrompt], progress: Progress) -> Objective:
     """Loads the models and the text, and returns what is to be trained. `prompts` are those of
     --prompts. Raises SpecgenError if it cannot be trained for these models, or without text."""
     training = asked.training
@@ -85,7 +85,7 @@ def load_objective(asked: Asked, prompts: Sequence[Prompt], progress: Progress) 
 
 
 def training_task(
-    asked: Asked, prompts: Sequence[Prompt], target: LoadedModel, draft: DraftModel | None
+    asked: Asked, prompts: Sequence[ListedPrompt], target: LoadedModel, draft: DraftModel | None
 ) -> TrainingTask:
     """Reads the training text and returns the training task, with default values for options that
     are not given. `draft` is the draft model to train, None if something else is trained. Raises
@@ -130,7 +130,7 @@ def training_task(
 
 
 def _conversations(
-    corpus: Path | None, prompts: Sequence[Prompt], target: LoadedModel, limit: int
+    corpus: Path | None, prompts: Sequence[ListedPrompt], target: LoadedModel, limit: int
 ) -> list[list[int]]:
     """Returns the token ids of the prompts of --prompts, and of those in the corpus file, in the
     model's chat template.

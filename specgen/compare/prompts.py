@@ -24,10 +24,13 @@ _PLACEHOLDERS = ("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE", "{arti
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, or one turn of a question with several turns. `index` is its number in the whole
-    file, from 0, each turn counted. `previous_turns` are the user's texts in the earlier turns of
-    the question. `for_tuning`: it is for `specgen tune`, so that comparisons leave it out."""
+class ListedPrompt:
+    """A prompt of a file, or one turn of a question with several turns.
+
+    `index` is its number in the whole file, from 0, each turn counted. `previous_turns` are the
+    user's texts in the earlier turns of the question. `for_tuning`: it is for `specgen tune`, so
+    that comparisons leave it out.
+    """
 
     index: int
     text: str
@@ -50,7 +53,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _Entry:
     """An entry of a file. Other keys are ignored."""
 
     prompt: str | None = None
@@ -68,7 +71,7 @@ def load_prompts(
     limit: int | None = None,
     all_turns: bool = False,
     for_tuning: bool | None = False,
-) -> list[Prompt]:
+) -> list[ListedPrompt]:
     """Returns the prompts in the file `path` (None: `examples.yaml`).
 
     `category` keeps only its questions, `limit` at most so many, picked from the categories in
@@ -99,7 +102,7 @@ def load_prompts(
             f"{chosen} has only prompts for tuning", "Write some without `tuning: true`"
         )
     questions = own or questions
-    prompts = list[Prompt]()
+    prompts = list[ListedPrompt]()
     for turns in questions if limit is None else _in_turn(questions, limit):
         prompts += turns if all_turns else turns[:1]
     return prompts
@@ -110,10 +113,12 @@ def _forms() -> str:
     return f'Write {{"prompt": "…"}} on each line or, in YAML, prompt: … as {examples_file()} does'
 
 
-def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence[Prompt]]:
+def _in_turn(
+    questions: Sequence[Sequence[ListedPrompt]], limit: int
+) -> list[Sequence[ListedPrompt]]:
     """Picks `limit` questions: the first of each category, then the second of each, and so on.
     Returns them in the file's order."""
-    by_category: dict[str, list[Sequence[Prompt]]] = defaultdict(list)
+    by_category: dict[str, list[Sequence[ListedPrompt]]] = defaultdict(list)
     for turns in questions:
         by_category[turns[0].category].append(turns)
     taken = [
@@ -124,11 +129,11 @@ def _in_turn(questions: Sequence[Sequence[Prompt]], limit: int) -> list[Sequence
     return sorted(taken[:limit], key=lambda turns: turns[0].index)
 
 
-def _questions(path: Path) -> Iterator[list[Prompt]]:
+def _questions(path: Path) -> Iterator[list[ListedPrompt]]:
     """Yields each question in the file as the list of its turns."""
     first = 0
     for where, entry in _entries(path):
-        question = schema.check(entry, _Question, where, _forms())
+        question = schema.check(entry, _Entry, where, _forms())
         texts = tuple(question.turns or []) if question.prompt is None else (question.prompt,)
         if not texts:
             raise SpecgenError(f"{where} has neither `prompt` nor `turns`", _forms())
@@ -147,7 +152,7 @@ def _questions(path: Path) -> Iterator[list[Prompt]]:
         name = "" if number is None else str(number)
         for_tuning = bool(question.tuning)
         yield [
-            Prompt(first + turn, text, category, name, texts[:turn], for_tuning)
+            ListedPrompt(first + turn, text, category, name, texts[:turn], for_tuning)
             for turn, text in enumerate(texts)
         ]
         first += len(texts)

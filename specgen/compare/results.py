@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import REFERENCE, MethodSpec
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.compare.verdict import Difference, count_outcomes
 from specgen.decoding.costs import Curve, eesd_speedup
 from specgen.methods.base import WITHOUT_A_DRAFT
@@ -49,7 +49,7 @@ class BenchmarkConfig:
     """
 
     specs: Sequence[MethodSpec]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[ListedPrompt]
     repeats: int
     sampling: SamplingParams
     chat: bool = False

@@ -29,9 +29,9 @@ from specgen.base.interrupts import interrupts
 from specgen.base.machine import versions
 from specgen.base.measuring import energy_meter_for
 from specgen.base.seeds import derive_seed
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import FILTERS, Round, SamplingParams
 from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
-from specgen.compare.prompts import Prompt
+from specgen.compare.prompts import ListedPrompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
 from specgen.methods.base import RESERVED
@@ -112,7 +112,7 @@ class BenchmarkStep:
     if there are none."""
 
     spec: MethodSpec | None
-    prompt: Prompt | None
+    prompt: ListedPrompt | None
     warming_up: bool
     done: int
     total: int
@@ -174,7 +174,8 @@ class Runner:
         runs = sorted(recorded.runs, key=lambda run: run[0].start["spec"] != REFERENCE)
         for traced, run in runs:
             start = traced.start
-            self._check_settings({"min_p": 0.0, **start, **start["sampling"]}, recorded.path)
+            # traces of older versions lack the newer filters
+            self._check_settings({**FILTERS, **start, **start["sampling"]}, recorded.path)
             spec = specs.get(start["spec"])
             prompt = prompts.get(start["prompt_index"])
             repeat = start["repeat"]
@@ -216,7 +217,7 @@ class Runner:
                     "Start a new trace: name another file",
                 )
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: ListedPrompt) -> list[int]:
         """Returns the prompt's token ids. For a later turn of a question these contain the earlier
         turns with plain decoding's answers, for every method. Raises SpecgenError if the chat
         template is missing or refuses the turns."""
@@ -297,7 +298,7 @@ class Runner:
         specs = [spec for spec in self.config.specs if spec.written in written]
         return len(self.results.runs) == len(recorded.runs) and bool(self._missing(specs))
 
-    def _missing(self, specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, Prompt, int]]:
+    def _missing(self, specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, ListedPrompt, int]]:
         return [
             (spec, prompt, repeat)
             for repeat in range(self.config.repeats)
@@ -319,11 +320,11 @@ class Runner:
             reasons = "; ".join(dict.fromkeys(failure.message for failure in failures))
             raise SpecgenError(f"no method can run: {reasons}", failures[0].hint)
 
-    def _is_ruled_out(self, spec: MethodSpec, prompt: Prompt) -> bool:
+    def _is_ruled_out(self, spec: MethodSpec, prompt: ListedPrompt) -> bool:
         return spec.written in self.results.failures or prompt.index in self.results.skipped
 
     def _attempt(
-        self, spec: MethodSpec, prompt: Prompt, repeat: int, most_tokens: int | None = None
+        self, spec: MethodSpec, prompt: ListedPrompt, repeat: int, most_tokens: int | None = None
     ) -> TracedRun | None:
         """Makes one run of a method for a prompt, of at most `most_tokens` new tokens (None: no
         other limit than the config's).
@@ -426,7 +427,7 @@ class Runner:
         self._trace.write(finished.summary or {})
 
     def _add(
-        self, spec: MethodSpec, prompt: Prompt, repeat: int, run: Run, traced: TracedRun
+        self, spec: MethodSpec, prompt: ListedPrompt, repeat: int, run: Run, traced: TracedRun
     ) -> None:
         """Adds a finished run to the results. `traced` is the same run with its rounds: a method's
         first run of the first prompt is kept, to be displayed. In greedy decoding, the output of a

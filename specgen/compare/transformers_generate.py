@@ -196,9 +196,7 @@ def _config(pair: Pair, limit: int, sampling: SamplingParams) -> Any:
         fields = {
             "do_sample": True,
             "temperature": float(sampling.temperature),
-            "top_p": float(sampling.top_p),
-            "top_k": int(sampling.top_k),
-            "min_p": sampling.min_p,
+            **sampling.filters,  # transformers has them under the same names
             "typical_p": 1.0,
             "epsilon_cutoff": 0.0,
             "eta_cutoff": 0.0,

@@ -142,7 +142,9 @@ def split(written: str) -> tuple[str, dict[str, str]]:
     return name, settings
 
 
-def choose(name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None) -> Choice:
+def choice_of(
+    name: str, given: Mapping[str, Value], *, has_predictor: bool | None = None
+) -> Choice:
     """Returns the method `name` with the settings `given`, and default values for all others.
     Raises SpecgenError as `resolve` does."""
     method = find(name)

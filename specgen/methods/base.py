@@ -441,7 +441,8 @@ def make_run(
     """Puts a run together from what is the method's own; for `costs` see `Run`.
 
     None stands for what most methods share: the request's policy, a lossless verifier, the schedule
-    `sequential`, and the request's settings. Raises SpecgenError as `make_policy`.
+    `sequential` with its passes compared with measured ones (`Models.checked`), and the request's
+    settings. Raises SpecgenError as `make_policy`.
     """
     assert setup.target is not None
     sampling = request.sampling

@@ -203,11 +203,11 @@ class PassTimes:
         """Returns what distinguishes measurements."""
         worker = self._models.worker()
         assert worker is not None
-        has_top_p = sampling.top_p < 1 or sampling.min_p > 0
+        filters = sampling.active_filters.keys()
         logits = (
             not sampling.greedy,
-            sampling.top_k > 0,
-            has_top_p,
+            "top_k" in filters,
+            bool(filters - {"top_k"}),
             self._models.target.has_penalties,
         )
         return (

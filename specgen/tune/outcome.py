@@ -19,7 +19,7 @@ from specgen.methods import DEFAULT_METHOD, METHODS, distance_from_defaults, tun
 from specgen.methods.base import Grid
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
+    from specgen.compare.prompts import ListedPrompt
     from specgen.pair.pair import Pair
 
 GivenSettings = Mapping[str, Value]  # settings by name; a setting that is missing has its default
@@ -125,7 +125,7 @@ class TuningRequest:
     `objective` says how the settings of lossy methods are chosen.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[ListedPrompt]
     sampling: SamplingParams
     deadline: Deadline
     names: Sequence[str] | None = None

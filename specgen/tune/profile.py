@@ -10,7 +10,7 @@ from specgen.pair.profile import Choice, Measured, Profile, Tuned
 from specgen.pair.profile_place import Conditions, with_rounded_draft
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
+    from specgen.compare.prompts import ListedPrompt
     from specgen.tune.outcome import TuningOutcome
     from specgen.tune.rounding_cost import RoundingCost
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def from_outcome(
     outcome: TuningOutcome,
     key: Conditions,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Sequence[ListedPrompt] | None = None,
     rounding: RoundingCost | None = None,
 ) -> Profile:
     """Returns the profile of a tuning that was done under the conditions `key` and on `prompts`

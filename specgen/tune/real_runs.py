@@ -20,7 +20,7 @@ from specgen.tune.outcome import PLAIN, Candidate
 from specgen.tune.round_timing import ReferenceOutput, record_reference
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
+    from specgen.compare.prompts import ListedPrompt
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import Deadline, TuningObserver, TuningRequest
 
@@ -124,7 +124,7 @@ class RealRuns:
     def run(
         self,
         candidates: Iterable[Candidate],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[ListedPrompt],
         deadline: Deadline,
         repeats: int = 1,
     ) -> None:

@@ -63,7 +63,7 @@ from specgen.tune.round_timing import ReferenceOutput, measure_costs
 from specgen.tune.simulator import AbandonedError, Simulator
 
 if TYPE_CHECKING:
-    from specgen.compare.prompts import Prompt
+    from specgen.compare.prompts import ListedPrompt
     from specgen.pair.figures import Figures
     from specgen.pair.pair import Pair
     from specgen.tune.outcome import (
@@ -737,7 +737,7 @@ def worth_running(candidates: Sequence[Candidate], named: Collection[str]) -> li
 
 
 def run_second_prompt(
-    candidates: Sequence[Candidate], runs: RealRuns, prompt: Prompt, deadline: Deadline
+    candidates: Sequence[Candidate], runs: RealRuns, prompt: ListedPrompt, deadline: Deadline
 ) -> None:
     """Runs the default method on a second prompt if it ran on one only, which is too few to compare
     it with plain decoding.

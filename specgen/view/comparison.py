@@ -143,12 +143,9 @@ def _sampling_in_words(sampling: SamplingParams) -> str:
     if sampling.greedy:
         return "greedy"
     words = f"temperature {sampling.temperature:g}"
-    if sampling.top_p < 1:
-        words += f", top-p {sampling.top_p:g}"
-    if sampling.min_p:
-        words += f", min-p {sampling.min_p:g}"
-    if sampling.top_k > 0:
-        words += f", top-k {sampling.top_k}"
+    for name, value in sampling.active_filters.items():
+        number = f"{value:g}" if isinstance(value, float) else str(value)
+        words += f", {name.replace('_', '-')} {number}"
     return words
 
 

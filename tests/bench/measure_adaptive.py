@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 import specgen
 from specgen import methods
 from specgen.base.types import SamplingParams
-from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
 from specgen.pair.figures import Figures
@@ -116,7 +116,11 @@ class Measurement:
     have to be made."""
 
     def __init__(
-        self, drafter: str, prompts: Sequence[Prompt], options: argparse.Namespace, folder: Path
+        self,
+        drafter: str,
+        prompts: Sequence[ListedPrompt],
+        options: argparse.Namespace,
+        folder: Path,
     ) -> None:
         self._drafter = drafter
         self._prompts = prompts

@@ -21,7 +21,7 @@ import torch
 
 import specgen
 from specgen.base.types import SamplingParams
-from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.methods.pass_times import PassTimes
 from specgen.pair.figures import Figures
 
@@ -43,7 +43,10 @@ class MethodFigures:
 
 
 def measure(
-    pair: specgen.Pair, names: Sequence[str], prompts: Sequence[Prompt], sampling: SamplingParams
+    pair: specgen.Pair,
+    names: Sequence[str],
+    prompts: Sequence[ListedPrompt],
+    sampling: SamplingParams,
 ) -> dict[str, MethodFigures]:
     """Decodes each prompt with each of the methods `names` in turn, and returns their figures. The
     first prompt is decoded once more before, to warm up."""

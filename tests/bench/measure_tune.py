@@ -17,7 +17,7 @@ import specgen
 from specgen.base.settings import written
 from specgen.base.types import SamplingParams
 from specgen.compare.method_specs import parse_specs
-from specgen.compare.prompts import Prompt, load_prompts
+from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.compare.results import BenchmarkConfig, MethodResult, method_results
 from specgen.compare.runner import Runner
 from specgen.methods import METHODS
@@ -105,7 +105,7 @@ def main() -> None:
 def measure(
     pair: Pair,
     specs: Sequence[str],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ListedPrompt],
     repeats: int,
     sampling: SamplingParams,
 ) -> list[MethodResult]:
