@@ -363,19 +363,35 @@ def _decoder(
     What config.json (`given`) leaves out is taken from the tensors' shapes. Raises SpecgenError for
     what the native decoder cannot run.
     """
+    config = _layers_config(files, given, fields, target, width)
+    _set_windows(files, config, given)
+    weights = DecoderWeights(config, {})
+    shapes = dict[str, Shape]()
+    try:
+        for index in range(weights.architecture.num_layers):
+            shapes |= tensor_shapes(layer_files(weights.architecture, index))
+    except UnsupportedConfig as error:
+        raise unsupported(files, error.field, error.value) from error
+    return weights, shapes
+
+
+def _layers_config(
+    files: WeightFiles, given: dict[str, Any], fields: HeadFields, target: LoadedModel, width: int
+) -> dict[str, Any]:
+    """Returns the config of a head's layers, without sliding windows; for the arguments see
+    `_decoder`."""
     names = " ".join(files.names)
     first = "layers.0.self_attn."
     heads = fields.num_attention_heads
-    has_norms = "self_attn.q_norm." in names
     output_bias = "self_attn.o_proj.bias" in names
     head_size = fields.head_dim or matrix_shape(files, f"{first}q_proj.weight")[0] // heads
-    if has_norms:
+    if "self_attn.q_norm." in names:
         model_type = "qwen3"
     elif f"{first}q_proj.bias" in names and not output_bias:
         model_type = "qwen2"
     else:
         model_type = "llama"
-    config = {
+    return {
         "model_type": model_type,
         "hidden_size": width,
         "intermediate_size": matrix_shape(files, "layers.0.mlp.gate_proj.weight")[0],
@@ -391,27 +407,23 @@ def _decoder(
         **_DEFAULTS,
         **{name: given[name] for name in (*_PASSED_ON, *_ROPE) if given.get(name) is not None},
     }
+
+
+def _set_windows(files: WeightFiles, config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Adds the sliding windows that config.json (`given`) names to the config of a head's layers.
+    Raises SpecgenError for those that the layers' family cannot have."""
     types = given.get("layer_types")
-    is_llama = config["model_type"] == "llama"
     if isinstance(types, list) and "sliding_attention" in types:
         config["sliding_window"] = given.get("sliding_window")
-        if not is_llama:
+        if config["model_type"] != "llama":
             config |= {"layer_types": types, "use_sliding_window": True}
-        elif not output_bias and types.count("sliding_attention") == len(types):
+        elif not config["attention_bias"] and types.count("sliding_attention") == len(types):
             del config["attention_bias"]
             config["model_type"] = "mistral"
         else:
             raise unsupported(files, "layer_types", types)
     elif types is None and given.get("use_sliding_window") is True:
         raise unsupported(files, "use_sliding_window", True)
-    weights = DecoderWeights(config, {})
-    shapes = dict[str, Shape]()
-    try:
-        for index in range(weights.architecture.num_layers):
-            shapes |= tensor_shapes(layer_files(weights.architecture, index))
-    except UnsupportedConfig as error:
-        raise unsupported(files, error.field, error.value) from error
-    return weights, shapes
 
 
 def _read_medusa(

@@ -265,13 +265,7 @@ def load_module(
         loader: Any = AutoModelForCausalLM
         if is_gguf(files.folder) and "gguf_file" not in source:
             loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(source["config"])]
-            tensors = GgufTensors(files.folder, name)
-            names = {own: theirs for theirs, own in tensor_names(config.model_type).items()}
-            # read one after the other, as the slices of a safetensors file are
-            source["state_dict"] = {
-                renamed(key, names): tensors.get_slice(key)
-                for key in tensors.keys()  # noqa: SIM118
-            }
+            source["state_dict"] = _gguf_tensors(files.folder, name, config.model_type)
         model, report = loader.from_pretrained(
             **source,
             dtype=dtype,
@@ -288,6 +282,17 @@ def load_module(
         ).eval()  # transformers gives them the dtype of their scales
     _check_report(report, model.config.get_text_config(), name)
     return model
+
+
+def _gguf_tensors(path: Path, name: str, model_type: str) -> dict[str, Any]:
+    """Returns the tensors of a GGUF file by their names in transformers' model of this type. They
+    are read one after the other, as the slices of a safetensors file are."""
+    tensors = GgufTensors(path, name)
+    names = {own: theirs for theirs, own in tensor_names(model_type).items()}
+    return {
+        renamed(key, names): tensors.get_slice(key)
+        for key in tensors.keys()  # noqa: SIM118
+    }
 
 
 def _check_size(files: Any) -> None:
