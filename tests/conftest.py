@@ -8,6 +8,8 @@ import signal
 import tempfile
 from importlib import import_module
 
+from kernel_folder import choose_folder, load_kernels
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("COLUMNS", None)  # xdist sets it in its processes
 # what is measured here is no use to the user
@@ -37,8 +39,10 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs
     none, and so imports no torch."""
+    choose_folder()
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
         # else torchao, which they import, prints lines
         import_module("specgen.engine.transformers.quiet")
+        load_kernels()
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")

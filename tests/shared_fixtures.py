@@ -44,6 +44,16 @@ def idle_machine() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no kernels of our own, as on a machine without a compiler."""
+    reason = "SPECGEN_KERNELS is torch"
+    nothing = cache(lambda: (None, reason))
+    nothing()
+    monkeypatch.setattr("specgen.engine.kernels.library._loaded", nothing)
+    monkeypatch.setattr("specgen.engine.kernels.operators._own_kernels", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

@@ -132,6 +132,7 @@ def test_every_plan_is_valid(
     assert found.device == with_layers[-1].device
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_the_planned_bytes_are_those_of_the_files() -> None:
     target = find_model(TARGET, lambda _: None)
     numbers = model_facts(target, CPU, FLOAT32).parameters
@@ -160,6 +161,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
     return rooms
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_target_on_two_devices_generates_what_one_does(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     with (
@@ -176,6 +178,7 @@ def test_a_target_on_two_devices_generates_what_one_does(machine: list[Room]) ->
             assert found == expected, name
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_inspect_shows_the_plan(machine: list[Room]) -> None:
     machine += [Room(OTHER, 16 * MIB), Room(CPU, 16 * MIB)]
     models = [
@@ -198,6 +201,7 @@ def test_inspect_shows_the_plan(machine: list[Room]) -> None:
         assert 0 < used <= each["free_bytes"] == 16 * MIB
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_what_cannot_be_placed_is_said_in_a_line(machine: list[Room]) -> None:
     machine += [Room(OTHER, 5 * MIB), Room(CPU, 6 * MIB)]
     found = CliRunner().invoke(app, ["generate", "hi", "--device", "auto-map"])

@@ -17,6 +17,7 @@ from specgen.base.types import SamplingParams
 from specgen.engine.gguf import file as gguf_file
 from specgen.engine.gguf.file import GgufFile
 from specgen.engine.gguf.tokenizer import GgufTokenizer, read_tokenizer
+from specgen.engine.kernels.library import kernels
 from specgen.engine.text import tokenizer_files
 from specgen.engine.weights import weights_fingerprint
 from specgen.pair import profile as profiles
@@ -110,7 +111,8 @@ def test_inspect_reports_on_files_and_their_tokenizers(
     code, out, err = run_main(monkeypatch, capfd, *command, "--json")
     assert (code, err) == (0, "")
     target = json.loads(out)["target"]
-    assert (target["family"], target["backend"], target["dtype"]) == ("qwen2", "native", "float32")
+    dtype = "float32" if kernels() is None else "q8_0"
+    assert (target["family"], target["backend"], target["dtype"]) == ("qwen2", "native", dtype)
     assert f"{path}: its pre-tokenizer 'unheard' is unknown" in target["tokenizer_warning"]
     code, out, _ = run_main(monkeypatch, capfd, *command)
     assert code == 0

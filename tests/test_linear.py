@@ -10,32 +10,24 @@ import pytest
 import torch
 
 from specgen.base.types import QUANTISED
+from specgen.engine.kernels.library import kernels
 from specgen.engine.native import linear
 from specgen.engine.native.linear import (
-    GROUP,
     DenseLinear,
+    KernelLinear,
     Linear,
     LinearFactory,
     WidenedLinear,
     packed_linear,
     packing_works,
-    quantised,
-    refusal,
-    restored,
     trained_linear,
-    with_int4_weights,
-    with_int8_weights,
-    with_rounded_activations,
 )
 
 CPU = torch.device("cpu")
 BIG = (1024, 1024)  # 4 MB in float32
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
 needs_packing = pytest.mark.skipif(
     not packing_works(torch.float32), reason="packing does not work here"
-)
-needs_rounding = pytest.mark.skipif(
-    any(refusal(kind, CPU) is not None for kind in QUANTISED),
-    reason="this torch or this processor has no such products",
 )
 
 
@@ -77,8 +69,13 @@ def test_products_and_sums_with_a_residual(
             assert (residual.double() - total).abs().max() < limit
 
 
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "kernels_for", lambda *_: None)
+
+
 @needs_packing
-def test_large_weights_are_packed_on_a_cpu() -> None:
+def test_large_weights_are_packed_on_a_cpu_without_kernels(without_kernels: None) -> None:
     make = LinearFactory(CPU, torch.float32)
     assert not isinstance(make(torch.zeros(*BIG)), DenseLinear)
     small = make(torch.zeros(BIG[0] - 1, BIG[1]))
@@ -95,7 +92,7 @@ def test_large_weights_are_packed_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.001, None])
 def test_packed_products_that_are_wrong_or_missing_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, change: object
+    monkeypatch: pytest.MonkeyPatch, without_kernels: None, change: object
 ) -> None:
     def broken(weight: torch.Tensor, *_: object) -> Linear:
         if not callable(change):
@@ -110,83 +107,57 @@ def test_packed_products_that_are_wrong_or_missing_are_not_used(
         packing_works.cache_clear()
 
 
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_a_rounded_weight_is_off_by_half_a_scale_at_most(kind: str) -> None:
-    weight = (
-        torch.randn(24, 96, generator=torch.Generator().manual_seed(2))
-        * 10.0 ** torch.arange(-12, 12)[:, None]
-    )
-    weight[3] = 0.0
-    groups = weight.view(24, -1, GROUP) if kind == "int4" else weight.view(24, 1, 96)
-    half = groups.double().abs().amax(2, keepdim=True) / (127 if kind == "int8" else 7) / 2
-    off = (restored(kind, weight) - weight.double()).abs().view(groups.shape)
-    assert (off <= half * (1 + 1e-5)).all()
-    assert off.max() > 0
+@needs_kernels
+def test_kernels_compute_in_float32_on_a_cpu() -> None:
+    assert isinstance(LinearFactory(CPU, torch.float32)(torch.zeros(4, 8)), KernelLinear)
+    trained = LinearFactory(CPU, torch.float32)(torch.zeros(4, 8, requires_grad=True))
+    assert isinstance(trained, DenseLinear)
+    assert LinearFactory(CPU, torch.bfloat16).kernels is None
+    assert LinearFactory(torch.device("meta"), torch.float32).kernels is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "prepare"),
-    [
-        ("int8", partial(with_rounded_activations, steps=63)),
-        ("int8", with_int8_weights),
-        ("int4", with_int4_weights),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounded_products_are_those_of_the_rounded_weight(
-    kind: str, prepare: linear.Multiply, dtype: torch.dtype
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rounded_products_are_the_same_with_and_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """But for the rounding of activations: 7 bits of each row's range, or bfloat16. Rows do not
-    depend on each other."""
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(96, 64, generator=generator).to(dtype)
-    try:
-        multiply = prepare(weight)
-        multiply(torch.ones(1, 64, dtype=dtype))
-    except linear._ERRORS:
-        pytest.skip("this torch or this processor cannot")
-    for rows in (1, 2, 5, 40):
-        x = torch.randn(rows, 64, generator=generator).to(dtype)
-        x[0] *= 1000  # a row with large numbers takes no bits from the others
-        expected = x.double() @ restored(kind, weight).T
-        if isinstance(prepare, partial):
-            assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))
-        assert (
-            (multiply(x).double() - expected).abs()
-            < 0.04 * expected.abs().amax(1, keepdim=True) + 0.02
-        ).all()
+    weight, x = (torch.randn(count, 95, generator=generator) for count in (70, rows))
+    bias = torch.randn(70, generator=generator)
+    x[0] *= 1000  # a row with large numbers takes no bits from the others
+    x[-1, :40] = 0.0
+    for kind in QUANTISED:
+        by_kernels = LinearFactory(CPU, torch.float32, quantise=kind)(weight, bias)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear, "kernels_for", lambda *_: None)
+            by_torch = LinearFactory(CPU, torch.float32, quantise=kind)(weight, bias)
+        assert isinstance(by_kernels, KernelLinear)
+        assert not isinstance(by_torch, KernelLinear)
+        expected = by_torch(x)
+        # in 4 bits, torch does not round activations
+        limit = (1e-5 if kind == "int8" else 0.02) * expected.abs().amax(1, keepdim=True)
+        assert ((by_kernels(x) - expected).abs() <= limit).all()
+        if kind == "int8":  # a target's rows must not depend on each other
+            assert torch.equal(expected[:1], by_torch(x[:1]))
 
 
-@needs_rounding
-def test_a_broken_rounded_product_is_not_used_and_the_reason_is_said(
+def test_a_broken_product_on_a_gpu_is_not_used_and_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(_: torch.Tensor) -> None:
         raise RuntimeError("no such operator\nand a stack")
 
-    monkeypatch.setattr(
-        linear, "with_rounded_activations", lambda weight: lambda x: x @ weight.T * 1.05
-    )
-    linear._working.cache_clear()
+    device = torch.device("cpu")  # stands for a GPU
+    monkeypatch.setitem(linear._ON_GPU, "int8", lambda weight: lambda x: x @ weight.T * 1.5)
+    monkeypatch.setitem(linear._ON_GPU, "int4", fails)
+    linear._refusal_on_gpu.cache_clear()
     try:
-        assert quantised("int8", torch.randn(64, 64)) is not None  # the next way
-        monkeypatch.setattr(linear, "with_int8_weights", fails)
-        monkeypatch.setattr(linear, "with_int4_weights", fails)
-        linear._working.cache_clear()
-        assert isinstance(
-            LinearFactory(CPU, torch.float32, quantise="int4")(torch.randn(64, 64)), DenseLinear
-        )
-        assert refusal("int8", CPU) == "int8 products failed: no such operator"
+        problem = linear._refusal_on_gpu("int8", device.type)
+        assert problem == "int8 products give wrong results"
+        problem = linear._refusal_on_gpu("int4", device.type)
+        assert problem == "int4 products failed: no such operator"
+        monkeypatch.setitem(linear._ON_GPU, "int8", lambda weight: lambda x: x @ weight.T)
+        linear._refusal_on_gpu.cache_clear()
+        assert linear._refusal_on_gpu("int8", device.type) is None
     finally:
-        linear._working.cache_clear()
-
-
-@needs_rounding
-def test_rows_without_groups_are_rounded_to_int8() -> None:
-    weight = torch.randn(64, 48)
-    x = torch.randn(3, 48)
-    multiply = quantised("int4", weight)
-    int8 = quantised("int8", weight)
-    assert multiply is not None
-    assert int8 is not None
-    assert torch.equal(multiply(x), int8(x))
+        linear._refusal_on_gpu.cache_clear()

@@ -287,6 +287,7 @@ def test_the_dtype_follows_from_a_rule(
     assert choice_of("auto", model, "bfloat16", torch.device("meta")) == (torch.bfloat16, own)
 
 
+@pytest.mark.usefixtures("without_kernels")
 def test_a_model_that_is_too_large_in_float32_runs_as_it_is_stored_and_a_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

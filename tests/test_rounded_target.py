@@ -15,17 +15,10 @@ from tuning_helpers import outcome
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine import precision
-from specgen.engine.native.linear import rows_are_independent
 from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost
 
-CPU = torch.device("cpu")
-needs_int8 = pytest.mark.skipif(
-    not rows_are_independent("int8", CPU),
-    reason="this torch or this processor has no such products",
-)
 METHODS: list[tuple[str, dict[str, Any]]] = [
     ("sd", {"k": 3, "width": 3}),
     ("lookahead", {}),
@@ -34,7 +27,6 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2))
 
 
-@needs_int8
 @pytest.mark.parametrize(
     ("family", "threads"),
     [
@@ -68,7 +60,6 @@ def test_every_method_gives_the_rounded_targets_own_tokens(
         torch.set_num_threads(before)
 
 
-@needs_int8
 def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -> None:
     """Long outputs: with attention in float32, a draft tree changes a token of one output in
     three."""
@@ -84,7 +75,6 @@ def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -
                 assert found.summary["accepted"] > 0, name
 
 
-@needs_int8
 def test_commands_say_that_the_target_is_rounded(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -121,27 +111,14 @@ def test_commands_say_that_the_target_is_rounded(
     assert profile.load(tmp_path).measured.rounding == cost
 
 
-def test_int8_targets_are_refused_where_rows_depend_on_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(precision, "refusal", lambda *_: None)
-    monkeypatch.setattr(precision, "rows_are_independent", lambda *_: False)
-    with pytest.raises(
-        SpecgenError,
-        match=r"--dtype int8 needs .* and its products of one token depend on the other tokens",
-    ):
-        specgen.load(device="cpu", dtype="int8")
-
-
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
-def test_int8_targets_with_recurrent_layers_are_refused(tmp_path: Path, family: str) -> None:
-    """Their plain decoding gave other tokens after other runs; a draft model may be rounded
-    nevertheless."""
+def test_int8_targets_with_recurrent_layers_need_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Without, their plain decoding gave other tokens after other runs."""
     folder = save(make_model(family), tmp_path)
+    monkeypatch.setattr("specgen.engine.precision.kernels", lambda: None)
     with pytest.raises(
         SpecgenError, match=r"--dtype int8 needs .* has recurrent layers, whose states would depend"
     ):
         specgen.load(folder, device="cpu", dtype="int8")
-    with specgen.load(folder, folder, device="cpu", draft_dtype="int8") as pair:
-        assert pair.draft is not None
-        assert pair.target.dtype_name == "float32"

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 # The version of the arithmetic: raised with each change after which a model's logits have other
 # bits, because a text may then differ although no installed version does. Profiles, traces and
 # cached measurements hold it.
-ARITHMETIC = 1
+ARITHMETIC = 2
 
 # An environment variable for a process of specgen's own, to be set before it imports torch. Without
 # it, torch's idle threads keep their cores busy, and on a machine with other work to do a pass can

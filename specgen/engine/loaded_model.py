@@ -241,6 +241,7 @@ def load_weights(files: ModelFiles, precision: Precision, devices: Sequence[torc
             device,
             exact=files.source.exact,
             quantise=precision.rounding,
+            as_stored=precision.stored_type is not None,
             wide_attention=precision.wide_attention,
             layer_devices=layer_devices,
         )

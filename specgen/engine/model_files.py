@@ -142,6 +142,11 @@ class ModelFiles:
         return eos_ids(self.raw, self.generation, self.shape.default_eos, self.tokenizer.eos_id)
 
     @cached_property
+    def stored_tensors(self) -> Mapping[str, tuple[list[int], str]]:
+        """The shape and the stored type of each tensor; see `weights.stored_tensors`."""
+        return stored_tensors(self.folder)
+
+    @cached_property
     def parameters(self) -> Mapping[str, int]:
         """How many elements each weight has, by its name, as the headers of the files say. Raises
         SpecgenError for damaged files.
@@ -156,7 +161,7 @@ class ModelFiles:
             if module is not None:
                 return {name: weight.numel() for name, weight in module.named_parameters()}
         # of which the native decoder loads only those of the text part
-        stored = stored_tensors(self.folder)
+        stored = self.stored_tensors
         used = [name for name in stored if self.architecture is None or not HARMLESS.search(name)]
         return {name: prod(stored[name][0]) for name in used}
 

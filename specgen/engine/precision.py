@@ -7,6 +7,9 @@ gives another text. Also computes how much memory a model's weights take in it.
 from __future__ import annotations
 
 import math
+import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,13 +21,25 @@ from specgen.base.model_options import ModelOptions
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
+from specgen.engine.kernels.library import VARIABLE, kernels, why_none
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.model_files import ModelFiles
 from specgen.engine.native.layer_files import EMBEDDING, HEAD
-from specgen.engine.native.linear import quantised_bytes, refusal, rows_are_independent
-from specgen.engine.weights import stored_tensors
+from specgen.engine.native.linear import quantised_bytes, refusal
 
 _SHARE_OF_MEMORY = 0.6  # of the machine's memory: the most that weights in float32 may take
 _STORED_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+# bytes of an element in memory, by the type in which it is stored
+_STORED_SIZES: dict[str, float] = {"F16": 2, "BF16": 2}
+_PACKED_SIZES = {
+    **dict.fromkeys(("Q4_0", "Q4_1"), 20 / 32),
+    **dict.fromkeys(("Q5_0", "Q5_1"), 36 / 32),
+    "Q4_K": 24 / 32,
+    "Q5_K": 40 / 32,
+    **dict.fromkeys(("Q8_0", "Q6_K", "IQ4_XS", "MXFP4"), 34 / 32),
+}
+# matrices that the native decoder runs in float32 although kernels take others as they are stored
+_IN_FLOAT32 = re.compile(r"\.(experts|router|gate|shared_experts?|linear_attn|conv)\.")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
@@ -33,19 +48,22 @@ class Precision:
     """The dtype of a model's weights and computations, and why it was chosen.
 
     `rounding` (`int8`, `int4`) is what the weights are rounded to when they are loaded; None: they
-    are not rounded. `wide_attention`: see `native.layer.NativeLayer`. `warning` is a sentence for
-    the user where the dtype is not the one to be expected; None if there is nothing to say.
+    are not rounded. `stored_type` is the type of a quantised GGUF file's matrices if they stay as
+    they are; None: they are floating-point numbers. `wide_attention`: see
+    `native.layer.NativeLayer`. `warning` is a sentence for the user where the dtype is not the one
+    to be expected; None if there is nothing to say.
     """
 
     dtype: torch.dtype
     reason: str = ""
     rounding: str | None = None
+    stored_type: str | None = None
     wide_attention: bool = False
     warning: str | None = None
 
     @property
     def name(self) -> str:
-        return self.rounding or _name(self.dtype)
+        return self.stored_type or self.rounding or _name(self.dtype)
 
 
 def choose_precisions(
@@ -103,16 +121,12 @@ def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
     why = target.rounding_refusal
     if why is not None:
         pass
-    elif target.architecture is not None and target.architecture.recurrent is not None:
+    elif _is_recurrent(target) and kernels() is None:
         why = f"{target.name} has recurrent layers, whose states would depend on the passes"
     elif device.type != "cpu" or machine.launch() is not None:
         why = f"{target.name} would run on {device}" + (
             " of several processes" if device.type == "cpu" else ""
         )
-    else:
-        why = refusal("int8", device)
-        if why is None and not rows_are_independent("int8", device):
-            why = "its products of one token depend on the other tokens here"
     if why is not None:
         problem = (
             "--dtype int8 needs the native backend on a CPU and dense layers with "
@@ -122,7 +136,17 @@ def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
             problem,
             "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu",
         )
-    return Precision(torch.float32, "chosen by --dtype", "int8", wide_attention=True)
+    if kernels() is not None:
+        return Precision(torch.float32, "chosen by --dtype", "int8")
+    warning = None
+    if _lacks_kernels():
+        warning = f"torch computes the int8 products of {target.name}, slowly: {why_none()}"
+    reason = "chosen by --dtype"
+    return Precision(torch.float32, reason, "int8", wide_attention=True, warning=warning)
+
+
+def _is_recurrent(model: ModelFiles) -> bool:
+    return model.architecture is not None and model.architecture.recurrent is not None
 
 
 def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Precision:
@@ -150,7 +174,36 @@ def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Prec
     narrow = _narrow(model)
     if device.type != "cpu" or narrow is None:
         return Precision(own, "the dtype of its weights")
-    return _on_cpu(narrow, model)
+    stored_type = _computable_type(model)
+    if stored_type is not None:
+        return Precision(torch.float32, "as in its file", stored_type=stored_type)
+    chosen = _on_cpu(narrow, model)
+    is_quantised = is_gguf(model.folder) and not _is_stored_in_floats(model)
+    if is_quantised and chosen.warning is None and _lacks_kernels():
+        needed = _gib(sum(weight_bytes(model, device, chosen).values()))
+        warning = f"{model.name} becomes float32, {needed}, and is slower: {why_none()}"
+        return replace(chosen, warning=warning)
+    return chosen
+
+
+def _lacks_kernels() -> bool:
+    """Whether there are no kernels of our own here, and the user does not know it."""
+    return kernels() is None and VARIABLE not in os.environ
+
+
+def _computable_type(model: ModelFiles) -> str | None:
+    """Returns the type of most of a quantised GGUF file's weights if our own kernels can compute
+    with them as they are."""
+    is_alone = machine.launch() is None
+    if not is_gguf(model.folder) or model.architecture is None or not is_alone or kernels() is None:
+        return None
+    if _is_recurrent(model) or model.architecture.mixture is not None:
+        return None
+    sizes: Counter[str] = Counter()
+    for dimensions, kind in model.stored_tensors.values():
+        sizes[kind] += math.prod(dimensions)
+    ((kind, _),) = sizes.most_common(1)
+    return None if kind in _STORED_FLOATS else kind.lower()
 
 
 def check_room(model: ModelFiles, device: torch.device, precision: Precision) -> None:
@@ -166,9 +219,10 @@ def check_room(model: ModelFiles, device: torch.device, precision: Precision) ->
         or precision.dtype != torch.float32
         or narrow is None
         or precision.rounding is not None
+        or precision.stored_type is not None
     ):
         return
-    needed = _float32_bytes(model)
+    needed = sum(weight_bytes(model, device, precision).values())
     free = free_memory(device)
     if free is not None and needed > free:
         problem = (
@@ -194,7 +248,7 @@ def _narrow(model: ModelFiles) -> torch.dtype | None:
 
 
 def _is_stored_in_floats(model: ModelFiles) -> bool:
-    return all(kind in _STORED_FLOATS for _, kind in stored_tensors(model.folder).values())
+    return all(kind in _STORED_FLOATS for _, kind in model.stored_tensors.values())
 
 
 def _on_cpu(narrow: torch.dtype, model: ModelFiles) -> Precision:
@@ -204,7 +258,8 @@ def _on_cpu(narrow: torch.dtype, model: ModelFiles) -> Precision:
     What counts is all memory of the machine, because the memory that is free differs from start to
     start.
     """
-    needed = _float32_bytes(model)
+    in_float32 = Precision(torch.float32)
+    needed = sum(weight_bytes(model, torch.device("cpu"), in_float32).values())
     total = total_memory()
     if total is None or needed <= _SHARE_OF_MEMORY * total:
         return Precision(torch.float32, "the dtype of all models on a CPU")
@@ -212,10 +267,6 @@ def _on_cpu(narrow: torch.dtype, model: ModelFiles) -> Precision:
     stored = ", as it is stored" if _is_stored_in_floats(model) else ""
     warning = f"{model.name} runs in {_name(narrow)}{stored}: in float32 it would take {memory}"
     return Precision(narrow, "in float32 the weights would take too much memory", warning=warning)
-
-
-def _float32_bytes(model: ModelFiles) -> int:
-    return sum(model.parameters.values()) * torch.float32.itemsize
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -234,7 +285,7 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
     from the embedding. Raises SpecgenError for unreadable files.
     """
     size = weights.dtype.itemsize
-    stored = stored_tensors(files.folder)
+    stored = files.stored_tensors
     if files.quantisation is not None and not files.dequantises_on(device):
         each = {
             name: size if kind in _STORED_FLOATS else _BYTES.get(kind, 1)
@@ -244,13 +295,19 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
             name: math.prod(dimensions) * each[name] for name, (dimensions, _) in stored.items()
         }
     sizes = {name: count * size for name, count in files.parameters.items()}
+    if files.architecture is not None and kernels_for(device, weights.dtype) is not None:
+        sizes_of_types = _STORED_SIZES
+        if weights.stored_type is not None:
+            sizes_of_types = _STORED_SIZES | _PACKED_SIZES
+        for name, count in files.parameters.items():
+            dimensions, kind = stored[name]
+            if len(dimensions) == 2 and not _IN_FLOAT32.search(name):
+                sizes[name] = round(count * min(size, sizes_of_types.get(kind, size)))
     if weights.rounding is not None:
         tables = {name: name for name in sizes if len(stored[name][0]) == 2}
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding
         for name, own in tables.items():
-            sizes[name] = quantised_bytes(
-                weights.rounding, files.parameters[own], stored[own][0][0]
-            )
+            sizes[name] = quantised_bytes(weights.rounding, files.parameters[own])
     return sizes

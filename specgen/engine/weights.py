@@ -166,6 +166,19 @@ class WeightFiles:
             return tensor.to(self._device)
         return tensor.clone() if self.are_copied and not self._is_gguf else tensor
 
+    def take_matrix(self, name: str, *, exact: bool = False) -> torch.Tensor:
+        """Returns a matrix [rows, columns] for our own kernels: as `take` does, or as bytes [rows,
+        bytes of a row] if it is quantised (see `gguf.rounded`), with `exact` only if these say the
+        same as the file."""
+        if not self._is_gguf:
+            return self.take(name)
+        self._check_complete([name])
+        with reading_weights(self.owner):
+            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_matrix(
+                self._keys[name], exact=exact
+            )
+        return tensor
+
     def take_integers(self, name: str) -> torch.Tensor:
         """Returns a vector of integers or booleans as int64 on the CPU. Raises SpecgenError if the
         tensor is something else."""

@@ -23,6 +23,7 @@ from specgen.base.measuring import PassCheck, Sample
 from specgen.decoding.costs import Curve
 from specgen.engine.devices import ThreadChoice, pick_threads
 from specgen.engine.draft_model import DraftModel
+from specgen.engine.kernels import library
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 
@@ -216,7 +217,7 @@ class Measurements:
             "exact": self._target.files.source.exact,
             "threads": [threads, thread_settings()],
             "versions": versions(),
-            "machine": machine(),
+            "machine": machine() | {"kernels": library.kind()},
         }
         return sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:24]
 

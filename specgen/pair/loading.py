@@ -20,6 +20,7 @@ from specgen.base.text import one_line
 from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.hub import head_folder
+from specgen.engine.kernels import library
 from specgen.engine.loaded_model import load_model, translation_between
 from specgen.engine.model_files import ModelSource, describe, find_model, folder_of
 from specgen.engine.native.config_reading import read_config
@@ -223,6 +224,7 @@ def _load(
         find_model(source, announce, on_mps=device.type == "mps") for source, device in on_device
     ]
     target, *drafts = models
+    library.prepare(announce)
     precisions = choose_precisions(models, devices, options)
     placement = place(models, precisions, options)
     layer_devices = None

@@ -62,6 +62,7 @@ def profile_key_of(pair: LoadedPair) -> Conditions:
     machine. A profile made under other ones does not fit. Raises SpecgenError if weight files
     cannot be read."""
     from specgen.base.machine import machine, versions
+    from specgen.engine.kernels import library
     from specgen.engine.weights import weights_fingerprint
 
     def described(model: LoadedModel) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def profile_key_of(pair: LoadedPair) -> Conditions:
         if pair.draft is None or pair.draft.translation is None
         else pair.draft.translation.digest,
         "versions": versions(),
-        "machine": machine(),
+        "machine": machine() | {"kernels": library.kind()},
     }
 
 

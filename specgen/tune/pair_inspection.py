@@ -21,6 +21,7 @@ from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.hub import head_folder
+from specgen.engine.kernels import library
 from specgen.engine.loaded_model import translation_between
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_files import ModelFiles, check_weight_files, find_model
@@ -263,6 +264,7 @@ def inspect_files(
     target = models[0]
     draft = models[1] if len(models) > 1 else None
     tokenizers = None if draft is None else _compared(target, draft)
+    library.prepare(announce)
     precisions = choose_precisions(models, devices, options)
     placement = place(models, precisions, options)
     if placement is not None:

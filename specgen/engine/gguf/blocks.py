@@ -7,7 +7,7 @@ llama.cpp's format defines them, one rounding per operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -81,6 +81,22 @@ def read_tensor(
     return result
 
 
+def read_blocks(tensor: GgufTensor) -> Iterator[torch.Tensor]:
+    """Yields the blocks (uint8 [n, bytes of a block]) of a quantised matrix, those of some whole
+    rows at a time. Each is overwritten by the next one. Raises OSError as `read_tensor` does."""
+    kind = TYPES[tensor.type]
+    rows, columns = tensor.shape
+    blocks_of_row = columns // kind.elements
+    at_once = max(1, _PIECE_ELEMENTS // columns)
+    stored = torch.empty(at_once * blocks_of_row, kind.bytes, dtype=torch.uint8)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        for first in range(0, rows, at_once):
+            blocks = stored[: min(at_once, rows - first) * blocks_of_row]
+            _fill(blocks, file, tensor)
+            yield blocks
+
+
 def _fill(result: torch.Tensor, file: RawIOBase, tensor: GgufTensor) -> None:
     """Fills a contiguous tensor with the next bytes of the file."""
     bytes_of_result: Any = result.view(-1).view(torch.uint8).numpy()
@@ -112,37 +128,37 @@ def dequantise(blocks: torch.Tensor, kind: BlockType) -> torch.Tensor:
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """2 bytes scale, 32 signed bytes."""
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks, 0))
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """2 bytes scale, 16 bytes with 4 bits of 32 elements, which stand for -8 to 7."""
-    return _nibbles(blocks[:, 2:]).flatten(1).float().sub_(8).mul_(_half(blocks, 0))
+    return nibbles(blocks[:, 2:]).flatten(1).float().sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """2 bytes scale, 2 bytes minimum, 16 bytes with 4 bits of 32 elements."""
-    scaled = _nibbles(blocks[:, 4:]).flatten(1).float().mul_(_half(blocks, 0))
-    return scaled.add_(_half(blocks, 2))
+    scaled = nibbles(blocks[:, 4:]).flatten(1).float().mul_(half(blocks, 0))
+    return scaled.add_(half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """2 bytes scale, 4 bytes with the fifth bit of 32 elements, 16 bytes with the other four; they
     stand for -16 to 15."""
-    return _five_bits(blocks[:, 2:]).float().sub_(16).mul_(_half(blocks, 0))
+    return five_bits(blocks[:, 2:]).float().sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
     """2 bytes scale, 2 bytes minimum, 4 bytes with the fifth bit of 32 elements, 16 bytes with the
     other four."""
-    return _five_bits(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return five_bits(blocks[:, 4:]).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
-def _five_bits(packed: torch.Tensor) -> torch.Tensor:
+def five_bits(packed: torch.Tensor) -> torch.Tensor:
     """Returns the 5-bit numbers [n, 32] of blocks with 4 bytes of fifth bits and 16 bytes of the
     lower four."""
     fifth = _bits(packed[:, :4], 1).transpose(1, 2).flatten(1)
-    return _nibbles(packed[:, 4:]).flatten(1) | (fifth << 4)
+    return nibbles(packed[:, 4:]).flatten(1) | (fifth << 4)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -152,20 +168,33 @@ def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     The elements are 8 groups of 32 with a scale and a minimum each. 32 bytes hold two groups: one
     in the lower bits, one in the upper ones.
     """
-    numbers = _nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
+    numbers = nibbles(blocks[:, 16:].view(-1, 4, 32)).view(-1, 8, 32)
     return _scaled_groups(blocks, numbers)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """As Q4_K, with 32 bytes of fifth bits before the others: bit g of byte i is that of element i
     of group g."""
+    return _scaled_groups(blocks, with_fifth_bits(blocks))
+
+
+def with_fifth_bits(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns the integers [n, 8, 32] of blocks of Q5_K."""
     fifth = _bits(blocks[:, 16:48], 1)
-    numbers = _nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
-    return _scaled_groups(blocks, numbers | (fifth << 4))
+    lower = nibbles(blocks[:, 48:].view(-1, 4, 32)).view(-1, 8, 32)
+    return lower | (fifth << 4)
 
 
 def _scaled_groups(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Returns the values of `numbers` [n, 8, 32] in blocks of Q4_K or Q5_K.
+    """Returns the values of `numbers` [n, 8, 32] in blocks of Q4_K or Q5_K."""
+    scales, minima = scales_and_minima(blocks)
+    values = numbers.float().mul_(scales[:, :, None]).sub_(minima[:, :, None])
+    return values.flatten(1)
+
+
+def scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and the minima, to be subtracted, of the groups in blocks of Q4_K or Q5_K,
+    each float32 [n, 8].
 
     The 12 bytes of scales and minima are three rows of four: 6 bits of the first four scales; 6
     bits of the first four minima; 4 bits of the last four scales below 4 bits of the last four
@@ -175,11 +204,9 @@ def _scaled_groups(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     high_scales = (others & 15) | ((low_scales >> 6) << 4)
     high_minima = (others >> 4) | ((low_minima >> 6) << 4)
 
-    scales = torch.cat([low_scales & 63, high_scales], dim=1).float().mul_(_half(blocks, 0))
-    minima = torch.cat([low_minima & 63, high_minima], dim=1).float().mul_(_half(blocks, 2))
-
-    values = numbers.float().mul_(scales[:, :, None]).sub_(minima[:, :, None])
-    return values.flatten(1)
+    scales = torch.cat([low_scales & 63, high_scales], dim=1).float().mul_(half(blocks, 0))
+    minima = torch.cat([low_minima & 63, high_minima], dim=1).float().mul_(half(blocks, 2))
+    return scales, minima
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -190,9 +217,9 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     share 32 bytes, as those of 1 and 3 do; the upper bits of all four share 32 bytes. The numbers
     stand for -32 to 31; 16 elements have a scale.
     """
-    lower = _nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
+    lower = nibbles(blocks[:, :128].view(-1, 2, 64)).view(-1, 8, 32)
     upper = _bits(blocks[:, 128:192].view(-1, 2, 32), 2).view(-1, 8, 32)
-    scales = blocks[:, 192:208].view(torch.int8).float().mul_(_half(blocks, 208))
+    scales = blocks[:, 192:208].view(torch.int8).float().mul_(half(blocks, 208))
     numbers = (lower | (upper << 4)).float().sub_(32)
     return numbers.view(-1, 16, 16).mul_(scales[:, :, None]).flatten(1)
 
@@ -206,9 +233,9 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     """
     lower = _interleaved_nibbles(blocks[:, 4:8])
     upper = torch.cat([_bits(blocks[:, 2:3], 2), _bits(blocks[:, 3:4], 2)], dim=1).flatten(1)
-    scales = (lower | (upper << 4)).float().sub_(32).mul_(_half(blocks, 0))
+    scales = (lower | (upper << 4)).float().sub_(32).mul_(half(blocks, 0))
 
-    choices = _nibbles(blocks[:, 8:].view(-1, 8, 16)).view(-1)
+    choices = nibbles(blocks[:, 8:].view(-1, 8, 16)).view(-1)
     table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=blocks.device)
     values = table.index_select(0, choices.int())
     return values.view(-1, 8, 32).mul_(scales[:, :, None]).flatten(1)
@@ -224,18 +251,18 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     subnormal = torch.full_like(exponents, 1 << 21) << exponents.clamp(max=1)
     bits = torch.where(exponents < 2, subnormal, (exponents - 1).clamp(min=0) << 23)
 
-    choices = _nibbles(blocks[:, 1:]).flatten()
+    choices = nibbles(blocks[:, 1:]).flatten()
     table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
     values = table.index_select(0, choices.int())
     return values.view(-1, 32).mul_(bits.view(torch.float32))
 
 
-def _half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+def half(blocks: torch.Tensor, offset: int) -> torch.Tensor:
     """Returns the float16 number at `offset` of each block as float32 [n, 1]."""
     return blocks[:, offset : offset + 2].view(torch.float16).float()
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Returns the lower and the upper four bits of bytes [..., k] as [..., 2, k]."""
     packed = packed.contiguous()  # within blocks the processor reads them byte by byte
     return torch.stack([packed & 15, packed >> 4], dim=-2)

@@ -36,6 +36,11 @@ def _rows_in_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
+def moves_rows(change: Change) -> bool:
+    """Whether a change only puts the rows of a matrix in another order."""
+    return isinstance(change, partial) and change.func is _rows_in_halves
+
+
 def less_one(metadata: Metadata) -> Change:
     """For norms that multiply by 1 + weight: stored is 1 + weight."""
     return _without_one

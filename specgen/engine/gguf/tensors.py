@@ -19,9 +19,10 @@ import torch
 
 from specgen.engine.gguf.architectures import ARCHITECTURES, Architecture
 from specgen.engine.gguf.blocks import GgufTensor, read_tensor
-from specgen.engine.gguf.changes import Change
+from specgen.engine.gguf.changes import Change, moves_rows
 from specgen.engine.gguf.file import GgufFile, open_gguf
 from specgen.engine.gguf.metadata import Metadata
+from specgen.engine.gguf.rounded import is_exact, is_rounded, read_rounded
 
 # read by `config`
 _SETTINGS = re.compile(
@@ -55,6 +56,23 @@ class _Stored:
         own = read_tensor(self.sources[0], range(self.expert, self.expert + 1))[0]
         return own if rows is None else own[rows.start : rows.stop]
 
+    def read_rounded(self) -> torch.Tensor:
+        """Returns a quantised matrix as bytes (see `rounded`), its rows as the model has them."""
+        rows = read_rounded(self.sources[0])
+        return rows if self.change is None else self.change(rows)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it is stored as `read_rounded` can read it: rows in another order at most."""
+        has_rows = self.change is None or moves_rows(self.change)
+        is_whole = len(self.sources) == 1 and self.expert is None
+        return has_rows and is_whole and is_rounded(self.sources[0])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `read_rounded` returns exactly what the file says."""
+        return self.is_rounded and is_exact(self.sources[0])
+
     @property
     def has_rows(self) -> bool:
         """Whether rows can be read."""
@@ -84,6 +102,13 @@ class GgufTensors:
         """Returns a tensor. Raises KeyError for an unknown name, and ValueError or OSError for
         damaged data."""
         return self._stored[name].read()
+
+    def get_matrix(self, name: str, *, exact: bool) -> torch.Tensor:
+        """Returns a tensor, as bytes if it is a quantised matrix (see `rounded`), with `exact` only
+        if they say the same. Raises as `get_tensor` does."""
+        stored = self._stored[name]
+        takes_bytes = stored.is_exact if exact else stored.is_rounded
+        return stored.read_rounded() if takes_bytes else stored.read()
 
     def get_slice(self, name: str) -> GgufSlice:
         """Returns a tensor that is read when a part of it is taken."""

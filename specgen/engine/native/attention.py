@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from specgen.engine.kernels.operators import Kernels
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attend import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
@@ -91,7 +92,8 @@ class AttentionWeights(NamedTuple):
     then key heads, then value heads, then gates, if there are any.
 
     `qk_norm` [n, head size] has the weights of the norms of the first n heads, of queries and keys,
-    or of values too; None: there are none.
+    or of values too; None: there are none. `score_scale` is the factor of the scores that is not
+    part of the weights.
     """
 
     qkv: torch.Tensor
@@ -100,30 +102,40 @@ class AttentionWeights(NamedTuple):
     output_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None
     sinks: torch.Tensor | None
+    score_scale: float = 1.0
 
 
 def read_attention(
     files: AttentionFiles,
     architecture: Architecture,
     take: Take,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     gain: torch.Tensor | None,
+    take_matrix: Take | None = None,
 ) -> AttentionWeights:
     """Returns the attention's weights in `dtype`. `architecture` is that of the layer.
 
     `take` returns a tensor by name. `gain` [width]: the factors of the norm before it, None without
-    one.
+    one. `dtype` None: matrices stay as `take_matrix` returns them, without a factor, and all else
+    is in float32.
     """
-    qkv, qkv_bias = stacked(files.projections, take)
+    qkv, qkv_bias = stacked(files.projections, take, take_matrix)
     if architecture.gated_attention:
         qkv = _with_gates_last(architecture, qkv)
         qkv_bias = None if qkv_bias is None else _with_gates_last(architecture, qkv_bias)
-    qkv = _arranged(architecture, qkv.float())  # float32: rounded once, after all factors
+    score_scale = 1.0
+    if architecture.qk_norm is None:
+        score_scale = architecture.attention_scale
+    query_scale = 1.0
+    if dtype is not None:
+        qkv = qkv.float()  # rounded once, after all factors
+        query_scale, score_scale = score_scale, 1.0
+    qkv = _arranged(architecture, qkv, query_scale)
     if qkv_bias is not None:
-        qkv_bias = _arranged(architecture, qkv_bias.float()[:, None])[:, 0]
+        qkv_bias = _arranged(architecture, qkv_bias.float()[:, None], query_scale)[:, 0]
     if gain is not None:
         qkv = scaled(qkv, gain)
-    output, output_bias = stacked((files.output,), take)
+    output, output_bias = stacked((files.output,), take, take_matrix)
     qk_norm = None
     if files.q_norm is not None:
         size = architecture.head_size
@@ -142,11 +154,14 @@ def read_attention(
         if architecture.qk_norm == "values":
             qk_norm = torch.cat((qk_norm, qk_norm.new_ones(kv_heads, size)))
     sinks = None if files.sinks is None else take(files.sinks.name)
-    optional = (
-        None if weight is None else weight.to(dtype)
+    qkv_bias, output_bias, qk_norm, sinks = (
+        None if weight is None else weight.to(dtype or torch.float32)
         for weight in (qkv_bias, output_bias, qk_norm, sinks)
     )
-    return AttentionWeights(qkv.to(dtype), output.to(dtype), *optional)
+    if dtype is not None:
+        qkv = qkv.to(dtype)
+        output = output.to(dtype)
+    return AttentionWeights(qkv, output, qkv_bias, output_bias, qk_norm, sinks, score_scale)
 
 
 def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
@@ -159,16 +174,16 @@ def _with_gates_last(architecture: Architecture, rows: torch.Tensor) -> torch.Te
     return torch.cat((of_heads[:, 0].flatten(0, 1), others, of_heads[:, 1].flatten(0, 1)))
 
 
-def _arranged(architecture: Architecture, rows: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of queries, keys and values with the queries scaled, unless a norm follows,
-    and rotary pairs as neighbours."""
+def _arranged(architecture: Architecture, rows: torch.Tensor, query_scale: float) -> torch.Tensor:
+    """Returns the rows of queries, keys and values with the queries times `query_scale`, and rotary
+    pairs as neighbours."""
     heads = architecture.num_heads
     size = architecture.head_size
     columns = rows.shape[1]
     rotated = (heads + architecture.num_kv_heads) * size
     parts = rows[:rotated].view(-1, size, columns)[:, head_order(architecture, rows.device)]
-    if architecture.qk_norm is None and architecture.attention_scale != 1.0:
-        parts = torch.cat((parts[:heads] * architecture.attention_scale, parts[heads:]))
+    if query_scale != 1.0:
+        parts = torch.cat((parts[:heads] * query_scale, parts[heads:]))
     return torch.cat((parts.reshape(rotated, columns), rows[rotated:]))
 
 
@@ -207,7 +222,9 @@ class Attention:
     ) -> None:
         self._index = index
         self._kind = kind
+        self._kernels = make_linear.kernels
         self._is_wide = is_wide
+        self._scale = weights.score_scale
         self._heads = architecture.num_heads
         self._kv_heads = architecture.num_kv_heads
         self._size = architecture.head_size
@@ -232,7 +249,9 @@ class Attention:
         * rows, all heads, ...]."""
         if self._qk_norm is not None:
             heads = self.normed_heads(heads, self._qk_norm)
-        rotation, mask, entries = inputs.kinds[self._kind]
+        rotation, mask, entries, seen = inputs.kinds[self._kind]
+        if self._kernels is not None and seen is not None:
+            return self._attended_by_kernels(self._kernels, heads, inputs)
         if rotation is not None:
             rotate(heads.narrow(1, 0, self._heads + self._kv_heads), rotation)
         if inputs.batch is not None:
@@ -251,6 +270,8 @@ class Attention:
                 written.copy_(new)
             else:
                 written.index_copy_(2, inputs.slots, new)
+        if self._scale != 1.0:
+            query = query * self._scale
         if self._is_wide:
             query = query.double()
             keys = keys.double()
@@ -260,10 +281,29 @@ class Attention:
             query, keys, values, mask, self._score_cap, self._sinks, fused=inputs.fused
         ).to(heads.dtype)
 
+    def _attended_by_kernels(
+        self, kernels: Kernels, heads: torch.Tensor, inputs: PassInputs
+    ) -> torch.Tensor:
+        """Returns what `_attended` does, for queries, keys and values after their norms."""
+        rotation, _, entries, seen = inputs.kinds[self._kind]
+        assert entries is not None
+        assert seen is not None
+        written, keys, values = entries[self._index - inputs.first_layer]
+        kernels.rotate_and_write(
+            heads,
+            self._heads,
+            self._kv_heads,
+            None if rotation is None else rotation[:, 0],
+            written if self._kv_heads else None,  # else another layer writes what this one reads
+        )
+        return kernels.attention(
+            heads[:, : self._heads], keys, values, seen, self._scale, self._score_cap, self._sinks
+        )
+
     def _batch_attention(self, heads: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Returns what a call does, for several sequences. `heads` is [batch * rows, all heads,
         head size]."""
-        _, mask, entries = inputs.kinds[self._kind]
+        _, mask, entries, _ = inputs.kinds[self._kind]
         assert inputs.batch is not None
         assert mask is not None
         heads = heads.view(inputs.batch, inputs.rows, *heads.shape[1:])
@@ -272,6 +312,8 @@ class Attention:
         )
         keys = keys.transpose(1, 2)
         values = values.transpose(1, 2)
+        if self._scale != 1.0:
+            query = query * self._scale
         if entries is not None:
             written, all_keys, all_values = entries[self._index - inputs.first_layer]
             if self._kv_heads:

@@ -9,6 +9,9 @@ import torch
 
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass
+from specgen.engine.kernels.operators import SeenSlots
+
+_NO_SLOTS = torch.zeros(1, dtype=torch.int32)
 
 
 class AttentionMask(NamedTuple):
@@ -86,6 +89,41 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
         depths.append(chain if parent < 0 else depths[chain + parent] + 1)
         bits.append((committed if parent < 0 else bits[chain + parent]) | own)
     return Ancestry(base, depths, bits[first - base :])
+
+
+def chain_slots(first: int, rows: int, window: int | None, *, causal: bool = True) -> SeenSlots:
+    """Returns the slots that `rows` tokens from cache index `first` on see, as a chain: those up to
+    their own, or without `causal` up to the last token's, in a sliding `window` the last ones
+    before them (None: no window)."""
+    ranges = torch.zeros(rows, 4, dtype=torch.int32)
+    own = torch.arange(first, first + rows, dtype=torch.int32)
+    ranges[:, 1] = own + 1 if causal else first + rows
+    if window is not None:
+        torch.clamp(own + 1 - window, min=0, out=ranges[:, 0])
+    return SeenSlots(ranges, _NO_SLOTS)
+
+
+def tree_slots(tree: Ancestry, window: int | None) -> SeenSlots:
+    """Returns the slots that the tokens of a pass over a draft tree see. A sliding `window` is as
+    for `AttentionMask.additive`."""
+    ranges: list[list[int]] = []
+    others: list[int] = []
+    first_depth = len(tree.depths) - len(tree.bits)
+    for index, bits in enumerate(tree.bits):
+        earliest = 0
+        if window is not None:
+            earliest = max(0, tree.base + tree.depths[first_depth + index] + 1 - window)
+        begin = len(others)
+        seen_bits = bits
+        while seen_bits:
+            lowest = (seen_bits & -seen_bits).bit_length() - 1
+            seen_bits &= seen_bits - 1
+            if tree.base + tree.depths[lowest] >= earliest:
+                others.append(tree.base + lowest)
+        ranges.append([min(earliest, tree.base), tree.base, begin, len(others)])
+    return SeenSlots(
+        torch.tensor(ranges, dtype=torch.int32), torch.tensor([*others, 0], dtype=torch.int32)
+    )
 
 
 def pass_mask(forward_pass: ForwardPass, device: torch.device) -> AttentionMask:

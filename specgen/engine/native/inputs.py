@@ -13,9 +13,17 @@ from torch.nn.functional import pad
 from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
+from specgen.engine.kernels.operators import SeenSlots, kernels_for
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attend import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
-from specgen.engine.native.attention_mask import AttentionMask, chain_mask, pass_mask
+from specgen.engine.native.attention_mask import (
+    AttentionMask,
+    ancestry,
+    chain_mask,
+    chain_slots,
+    pass_mask,
+    tree_slots,
+)
 from specgen.engine.native.kv_buffer import KVBuffer, LayerEntries
 from specgen.engine.native.recurrent_states import RecurrentStates, Steps
 from specgen.engine.native.rotary import RotaryTable
@@ -32,12 +40,14 @@ class KindInputs(NamedTuple):
 
     `rotation` [batch * rows, 1, R/2] holds complex numbers for the R rotated elements of a head
     (None: no rotary embedding), `mask` is as for `attention.attend` or `attend_batch`, and
-    `entries` are those of each layer in the KV cache (None: no cache).
+    `entries` are those of each layer in the KV cache (None: no cache). `seen` are the slots of the
+    cache that each row sees, for our own kernels, which take no mask; None: torch computes.
     """
 
     rotation: torch.Tensor | None
     mask: torch.Tensor | None
     entries: Sequence[LayerEntries] | None
+    seen: SeenSlots | None = None
 
 
 class PassInputs(NamedTuple):
@@ -120,7 +130,8 @@ class InputMaker:
             for kind, _ in self.kinds
         ]
         self._dtype = dtype
-        self._exact = exact
+        self._has_kernels = all(kernels_for(on, dtype) is not None for _, on in self.kinds)
+        self._exact = exact and not self._has_kernels  # a row's bits are its own there
         self._is_recurrent = any(kind.mixer != "attention" for kind in architecture.layers)
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}
@@ -130,7 +141,7 @@ class InputMaker:
         self.tables = [
             None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds
         ]
-        fits = architecture.score_cap is None and not architecture.sinks and not exact
+        fits = architecture.score_cap is None and not architecture.sinks and not self._exact
         largest = max(kind.head_size or architecture.head_size for kind, _ in self.kinds)
         self._has_causal = fits and all(
             has_causal_kernel(on, dtype, largest) for _, on in self.kinds
@@ -159,6 +170,8 @@ class InputMaker:
     ) -> PassInputs:
         if forward_pass.is_chain:
             return self.of_chain(first, last, cache, forward_pass.long_rope, exact=self._exact)
+        if self._has_kernels:
+            return self._of_tree(forward_pass, cache)
         rows = last - first
         made = []
         attention_masks = {device: pass_mask(forward_pass, device) for _, device in self.kinds}
@@ -174,6 +187,26 @@ class InputMaker:
             made.append(KindInputs(rotation, mask, entries))
         return PassInputs(rows, rows, made, None, cache.first_layer)
 
+    def _of_tree(self, forward_pass: ForwardPass, cache: KVBuffer) -> PassInputs:
+        """Returns the inputs of a pass over a draft tree for our own kernels."""
+        first = forward_pass.first
+        last = forward_pass.last
+        tree = ancestry(forward_pass)
+        own_depths = tree.depths[len(tree.depths) - len(tree.bits) :]
+        at = torch.tensor(own_depths) + tree.base
+        entries = cache.entries(first, last, 0, last)
+        seen = {
+            window: tree_slots(tree, window)
+            for window in dict.fromkeys(kind.window for kind, _ in self.kinds)
+        }
+        made = []
+        for (kind, _), table in zip(self.kinds, self.tables, strict=True):
+            rotation = None
+            if table is not None:
+                rotation = table.gather(at, forward_pass.long_rope, last)[:, None]
+            made.append(KindInputs(rotation, None, entries, seen[kind.window]))
+        return PassInputs(last - first, last - first, made, None, cache.first_layer)
+
     def of_chain(
         self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False
     ) -> PassInputs:
@@ -186,13 +219,17 @@ class InputMaker:
             rows = self.padded(rows)
             end = -(-(first + rows) // KEY_BLOCK) * KEY_BLOCK
         for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
+            rotation = (
+                None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
+            )
+            if self._has_kernels and cache is not None:
+                seen = chain_slots(first, rows, kind.window, causal=kind.causal)
+                made.append(KindInputs(rotation, None, cache.entries(first, last, 0, end), seen))
+                continue
             start = (
                 0
                 if kind.window is None or exact or cache is None
                 else max(0, first + 1 - kind.window)
-            )
-            rotation = (
-                None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
             )
             sees_all = rows == 1 or not (
                 kind.causal or (kind.window is not None and last > kind.window)

@@ -9,6 +9,7 @@ embedding rotates together are neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 from typing import Protocol
 
@@ -16,6 +17,8 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
+from specgen.engine.kernels.library import kernels
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.native.architecture import MLP, Architecture, Mixer
 from specgen.engine.native.attention import Attention
 from specgen.engine.native.experts import Experts
@@ -25,33 +28,50 @@ from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.mlp import ACTIVATIONS, DenseMLP
 from specgen.engine.native.recurrence import DeltaNet, ShortConv
 
+# RMSNorm of hidden states [..., width]
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
 
 def norm_gain(architecture: Architecture, dtype: torch.dtype, *devices: torch.device) -> float:
     """Returns the factor `gain` by which weights that read a norm's output are multiplied, and
     `norm_function`'s output is divided.
 
-    It is sqrt(width) in float32 on CPUs, where RMSNorm then takes three operations instead of
-    torch's eight, and 1 elsewhere.
+    It is sqrt(width) in float32 on CPUs without our own kernels, where RMSNorm then takes three
+    operations instead of torch's eight, and 1 elsewhere.
     """
     is_fast = (
         architecture.pre_norms
         and dtype == torch.float32
         and all(device.type == "cpu" for device in devices)
+        and kernels() is None
     )
     return sqrt(architecture.hidden_size) if is_fast else 1.0
 
 
-def norm_function(eps: float, gain: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that computes RMSNorm of hidden states [..., width], without the norm's
-    weights, and divided by `gain`.
+def norm_function(eps: float, gain: float = 1.0, weight: torch.Tensor | None = None) -> Norm:
+    """Returns a function that computes RMSNorm of hidden states [..., width], with the norm's
+    `weight` [width] (None: without weights), and divided by `gain`.
 
-    `gain` is 1 or sqrt(width); see `norm_gain`.
+    `gain` is 1 or sqrt(width), see `norm_gain`, and 1 with a weight.
     """
     if gain == 1.0:
-        return lambda hidden: functional.rms_norm(hidden, hidden.shape[-1:], None, eps)
+        return partial(_normed, eps, weight)
     with torch.inference_mode(False):
         root = torch.tensor(gain * sqrt(eps))
     return lambda hidden: hidden / torch.linalg.vector_norm(hidden, 2, -1, True).hypot_(root)
+
+
+def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def _normed(eps: float, weight: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
+    own = kernels_for(hidden.device, hidden.dtype)
+    if own is None or torch.is_grad_enabled():
+        return functional.rms_norm(hidden, hidden.shape[-1:], weight, eps)
+    if hidden.dim() == 2:
+        return own.rms_norm(hidden, weight, eps)
+    return own.rms_norm(hidden.reshape(-1, hidden.shape[-1]), weight, eps).view(hidden.shape)
 
 
 class Branch(Protocol):
@@ -100,11 +120,12 @@ class NativeLayer:
         architecture = architecture.of_layer(index)
         self._eps = architecture.norm_eps
         self._scale = architecture.residual_scale
-        self._norm = (
-            norm_function(architecture.norm_eps, gain)
-            if architecture.pre_norms
-            else lambda hidden: hidden
-        )
+        self._mixer_norm: Norm = _unchanged
+        self._mlp_norm: Norm = _unchanged
+        if architecture.pre_norms:
+            eps = architecture.norm_eps
+            self._mixer_norm = norm_function(eps, gain, weights.attention_norm)
+            self._mlp_norm = norm_function(eps, gain, weights.mlp_norm)
         self._attention_post_norm = weights.attention_post_norm
         self._mlp_post_norm = weights.mlp_post_norm
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
@@ -130,9 +151,11 @@ class NativeLayer:
         if self.device is not None:
             hidden = move(hidden, self.device)
         if attention:
-            hidden = self._added(hidden, self.mixer, inputs, self._attention_post_norm)
+            normed = self._mixer_norm(hidden)
+            hidden = self._added(hidden, normed, self.mixer, inputs, self._attention_post_norm)
         if mlp:
-            hidden = self._added(hidden, self.mlp, inputs, self._mlp_post_norm)
+            normed = self._mlp_norm(hidden)
+            hidden = self._added(hidden, normed, self.mlp, inputs, self._mlp_post_norm)
         if (norm := self._own_norm) is not None and inputs.per_layer is not None:
             gate, projection = self._own_linears
             gated = self._activation(gate(hidden)) * move(
@@ -146,11 +169,12 @@ class NativeLayer:
     def _added(
         self,
         hidden: torch.Tensor,
+        normed: torch.Tensor,
         branch: Branch,
         inputs: PassInputs,
         post_norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = branch(self._norm(hidden), inputs)
+        x = branch(normed, inputs)
         if post_norm is None:
             return branch.output.add_to(hidden, x)
         # in training, products are in bfloat16 and norms in float32

@@ -65,7 +65,8 @@ class LayerWeights(NamedTuple):
     `per_layer` are the weights `gate` [size of e, width], `projection` [width, size of e] and
     `norm` [width] that add the layer's own embedding e of the token to its output x: x + norm
     RMSNorm(projection (act(gate x) e)). Empty: the layer has no such embedding. `scalar` is the
-    factor of the layer's output.
+    factor of the layer's output. `attention_norm` and `mlp_norm` [width] are the weights of the
+    norms before mixer and MLP that are not part of the matrices after them; None: they are.
     """
 
     mixer: AttentionWeights | RecurrentWeights
@@ -74,6 +75,8 @@ class LayerWeights(NamedTuple):
     mlp_post_norm: torch.Tensor | None
     per_layer: Sequence[torch.Tensor] = ()
     scalar: float = 1.0
+    attention_norm: torch.Tensor | None = None
+    mlp_norm: torch.Tensor | None = None
 
 
 def layer_files(architecture: Architecture, index: int) -> LayerFiles:
@@ -123,16 +126,18 @@ def read_layer(
     architecture: Architecture,
     index: int,
     take: Take,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     gain: float = 1.0,
     *,
     is_normed: bool = True,
+    take_matrix: Take | None = None,
 ) -> LayerWeights:
     """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
     `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms
     before attention and MLP (see `layer.norm_gain`). `is_normed` False: the attention's input has
-    no norm.
+    no norm. `dtype` None, for our own kernels: the matrices of attention and dense MLP stay as
+    `take_matrix` returns them, with nothing folded in, and all else is in float32.
     """
     files = layer_files(architecture, index)
     architecture = architecture.of_layer(index)
@@ -142,29 +147,42 @@ def read_layer(
             return None
         return take(tensor.name).float() + architecture.norm_weight_offset
 
-    before = norm(files.attention_norm if is_normed else None), norm(files.mlp_norm)
-    mixer_gain, mlp_gain = (None if weight is None else weight * gain for weight in before)
+    others = dtype or torch.float32  # of what is no matrix
+    attention_norm = norm(files.attention_norm if is_normed else None)
+    mlp_norm = norm(files.mlp_norm)
+    mixer_gain = None if attention_norm is None else attention_norm * gain
+    mlp_gain = None if mlp_norm is None else mlp_norm * gain
     mlp: MLPWeights | ExpertWeights
-    if isinstance(files.mlp, MLPFiles):
-        mlp = read_mlp(files.mlp, take, dtype, mlp_gain)
-    else:
+    if isinstance(files.mlp, ExpertFiles):
         assert mlp_gain is not None
-        mlp = read_experts(files.mlp, architecture, take, dtype, mlp_gain, gain)
+        mlp = read_experts(files.mlp, architecture, take, others, mlp_gain, gain)
+        mlp_norm = None
+    elif dtype is None:
+        mlp = read_mlp(files.mlp, take, None, None, take_matrix)
+    else:
+        mlp = read_mlp(files.mlp, take, dtype, mlp_gain)
+        mlp_norm = None
 
     mixer: AttentionWeights | RecurrentWeights
-    if isinstance(files.mixer, AttentionFiles):
-        mixer = read_attention(files.mixer, architecture, take, dtype, mixer_gain)
+    if isinstance(files.mixer, RecurrentFiles):
+        mixer = read_recurrence(files.mixer, architecture, take, others, mixer_gain)
+        attention_norm = None
+    elif dtype is None:
+        mixer = read_attention(files.mixer, architecture, take, None, None, take_matrix)
     else:
-        mixer = read_recurrence(files.mixer, architecture, take, dtype, mixer_gain)
+        mixer = read_attention(files.mixer, architecture, take, dtype, mixer_gain)
+        attention_norm = None
 
     after = norm(files.attention_post_norm), norm(files.mlp_post_norm)
     return LayerWeights(
         mixer,
         mlp,
-        None if after[0] is None else after[0].to(dtype),
-        None if after[1] is None else after[1].to(dtype),
-        [take(tensor.name).to(dtype) for tensor in files.per_layer],
-        1.0 if files.scalar is None else float(take(files.scalar.name).to(dtype)),
+        None if after[0] is None else after[0].to(others),
+        None if after[1] is None else after[1].to(others),
+        [take(tensor.name).to(others) for tensor in files.per_layer],
+        1.0 if files.scalar is None else float(take(files.scalar.name).to(others)),
+        attention_norm,
+        mlp_norm,
     )
 
 

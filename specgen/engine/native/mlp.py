@@ -85,18 +85,26 @@ class MLPWeights(NamedTuple):
 def read_mlp(
     files: MLPFiles,
     take: Take,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     gain: torch.Tensor | None,
+    take_matrix: Take | None = None,
 ) -> MLPWeights:
     """Returns the MLP's weights in `dtype`. `take` returns a tensor by name. `gain` [width]: the
-    factors of the norm before it, None without one."""
-    gate_up, gate_up_bias = stacked(files.gate_up, take)
-    down, down_bias = stacked((files.down,), take)
+    factors of the norm before it, None without one. `dtype` None: matrices stay as
+    `take_matrix` returns them, and biases are in float32."""
+    gate_up, gate_up_bias = stacked(files.gate_up, take, take_matrix)
+    down, down_bias = stacked((files.down,), take, take_matrix)
     if gain is not None:
         is_copy = len(files.gate_up) > 1
         gate_up = scaled(gate_up, gain) if is_copy else gate_up * gain
-    biases = (None if bias is None else bias.to(dtype) for bias in (gate_up_bias, down_bias))
-    return MLPWeights(gate_up.to(dtype), down.to(dtype), *biases)
+    if dtype is not None:
+        gate_up = gate_up.to(dtype)
+        down = down.to(dtype)
+    biases = (
+        None if bias is None else bias.to(dtype or torch.float32)
+        for bias in (gate_up_bias, down_bias)
+    )
+    return MLPWeights(gate_up, down, *biases)
 
 
 class DenseMLP:
@@ -105,11 +113,16 @@ class DenseMLP:
     def __init__(
         self, architecture: Architecture, weights: MLPWeights, make_linear: MakeLinear
     ) -> None:
+        self._kernels = make_linear.kernels
+        self._name = architecture.activation
         self._activation = ACTIVATIONS[architecture.activation]
         self.gate_up = make_linear(weights.gate_up, weights.gate_up_bias, 1.0)
         self.output = make_linear(weights.down, weights.down_bias, architecture.residual_scale)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gates_and_ups = self.gate_up(x)
+        if self._kernels is not None:
+            return self._kernels.gated(gates_and_ups, self._name)
+        gate, up = gates_and_ups.chunk(2, dim=-1)
         active = self._activation(gate)
         return active * up if torch.is_grad_enabled() else active.mul_(up)

@@ -28,6 +28,8 @@ from specgen.engine.forward_pass import (
     LayerCall,
     ModelOutput,
 )
+from specgen.engine.gguf.rounded import restored
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
@@ -98,7 +100,8 @@ _OWN = tuple(
 class OuterWeights(NamedTuple):
     """The weights of a native model outside of its layers.
 
-    `embedding` [vocabulary, width] may be in another dtype than the model's. `norm` [width] is the
+    `embedding` [vocabulary, width] may be in another dtype than the model's, or a matrix of bytes
+    (see `gguf.rounded`). `norm` [width] is the
     final norm's weight times the model's `norm_gain`.
     """
 
@@ -138,6 +141,7 @@ class NativeModel:
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
         self.exact = exact
+        self.kernels = kernels_for(self.device, dtype)
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
         self.inputs = InputMaker(architecture, dtype, self.layer_devices, exact=exact)
         self.captures: Any = None  # a `graphs.Captures`, which cannot be imported here
@@ -189,7 +193,10 @@ class NativeModel:
         if len(ids) > 1:
             return self._embedded(torch.tensor(ids))
         # saves 1.5 % of a small draft's pass
-        return self.scaled(self.outer.embedding[ids[0]][None].to(self.dtype, copy=True))
+        row = self.outer.embedding[ids[0] : ids[0] + 1]
+        if row.dtype == torch.uint8:
+            return self.scaled(restored(row))
+        return self.scaled(row.to(self.dtype, copy=True))
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on
@@ -200,7 +207,10 @@ class NativeModel:
         """Returns the embeddings [n, width] of n token ids of any shape, on the embedding's
         device."""
         table = self.outer.embedding
-        return self.scaled(table.index_select(0, move(ids.flatten(), table.device)).to(self.dtype))
+        rows = table.index_select(0, move(ids.flatten(), table.device))
+        if rows.dtype == torch.uint8:
+            return self.scaled(restored(rows))
+        return self.scaled(rows.to(self.dtype))
 
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
@@ -360,6 +370,8 @@ class NativeForward:
         Its operators can be captured in a CUDA graph. Without a head the output's logits mean
         nothing.
         """
+        if self.model.kernels is not None:
+            self.model.kernels.use_threads(torch.get_num_threads())
         hidden, features = self.run_layers(hidden, inputs)
         if self.outer is None:
             return ModelOutput(hidden, hidden)
@@ -416,15 +428,17 @@ def load_native(
     *,
     exact: bool = False,
     quantise: str | None = None,
+    as_stored: bool = False,
     wide_attention: bool = False,
     layer_devices: Sequence[torch.device] | None = None,
 ) -> NativeModel:
     """Loads the model in `folder`; messages call it `name`.
 
     `exact` is as in `NativeModel`, `quantise` as in `LinearFactory`, `wide_attention` as in
-    `NativeLayer`. `layer_devices` has the device of each layer, if they are on several: then the
-    embedding is on the first layer's, and `device` is that of the final norm and the head. Raises
-    SpecgenError for missing, damaged, unsuitable or unexpected tensors.
+    `NativeLayer`. `as_stored`: quantised matrices of a GGUF file stay as they are. `layer_devices`
+    has the device of each layer, if they are on several: then the embedding is on the first
+    layer's, and `device` is that of the final norm and the head. Raises SpecgenError for missing,
+    damaged, unsuitable or unexpected tensors.
     """
     with torch.no_grad():
         files, architecture = open_model(folder, name, architecture, device)
@@ -436,14 +450,18 @@ def load_native(
         gain = norm_gain(architecture, dtype, *factories)
         # before the layers: packing needs the head twice for a moment
         outer = _outer_weights(
-            architecture, files, factories[device], dtype, gain, (devices[0], device)
+            architecture, files, factories[device], dtype, gain, (devices[0], device), as_stored
         )
         (_, kinds), layers = layer_kinds(architecture, devices), []
         unreturned = 0
         for index, on in enumerate(devices):
             if index == 0 or on != devices[index - 1]:
                 files.use_device(on)
-            weights = read_layer(architecture, index, files.take, dtype, gain)
+            kept = dtype if factories[on].kernels is None else None
+            take_matrix = files.take_matrix if as_stored else files.take
+            weights = read_layer(
+                architecture, index, files.take, kept, gain, take_matrix=take_matrix
+            )
             moves_to = None if layer_devices is None else on
             options: dict[str, Any] = {
                 "gain": gain,
@@ -538,6 +556,7 @@ def _outer_weights(
     dtype: torch.dtype,
     gain: float,
     devices: tuple[torch.device, torch.device],
+    as_stored: bool,
 ) -> OuterWeights:
     """Returns the embedding, on the first of the devices, and the final norm and the LM head, on
     the second one.
@@ -547,7 +566,10 @@ def _outer_weights(
     as it is stored: its rows are converted when they are used.
     """
     embedding_name, head_name = table_names(files)
-    matrix = files.take(head_name).to(dtype)
+    if factory.kernels is None:
+        matrix = files.take(head_name).to(dtype)
+    else:
+        matrix = files.take_matrix(head_name) if as_stored else files.take(head_name)
     head = factory(matrix)
     if head_name == embedding_name and isinstance(head, DenseLinear) and devices[0] == devices[1]:
         embedding = matrix
@@ -556,8 +578,12 @@ def _outer_weights(
         # mapped anew, the table takes memory only for the rows that are used, not for all that
         # packing has read
         files.use_device(devices[0])
-        embedding = files.take(embedding_name)
-        embedding = embedding.to(dtype) if files.are_copied else embedding
+        if as_stored:
+            embedding = files.take_matrix(embedding_name, exact=True)
+        else:
+            embedding = files.take(embedding_name)
+        if files.are_copied and factory.kernels is None:
+            embedding = embedding.to(dtype)
         files.use_device(devices[1])
     own = None
     if architecture.per_layer_size:

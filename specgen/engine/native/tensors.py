@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from specgen.engine.gguf.rounded import restored
 from specgen.engine.weights import Take
 
 Side = Literal["rows", "columns"]
@@ -83,10 +84,24 @@ def walk(files: Any) -> Iterator[Tensor]:
             yield from walk(getattr(files, field.name))
 
 
-def stacked(layers: Sequence[LinearFiles], take: Take) -> tuple[torch.Tensor, torch.Tensor | None]:
+def as_floats(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix in float32 that is stored in floating point or as bytes."""
+    return restored(weight) if weight.dtype == torch.uint8 else weight.float()
+
+
+def stacked(
+    layers: Sequence[LinearFiles], take: Take, take_matrix: Take | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the weights of linear layers, joined along their rows, and their biases, joined too;
-    None if there are none."""
-    weights = [take(layer.weight.name) for layer in layers]
+    None if there are none.
+
+    `take_matrix` returns the weights, if need be as bytes (see `gguf.rounded`); by default `take`
+    does.
+    """
+    take_matrix = take_matrix or take
+    weights = [take_matrix(layer.weight.name) for layer in layers]
+    if len({weight.dtype for weight in weights}) > 1:
+        weights = [as_floats(weight) for weight in weights]
     biases = [take(layer.bias.name) for layer in layers if layer.bias is not None]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return weight, torch.cat(biases) if biases else None

@@ -67,7 +67,7 @@ class FirstLayer(NativeLayer):
         """Returns the residual stream `hidden` [rows, width] with the outputs of attention and MLP
         added. Attention reads `attended`."""
         hidden = self.mixer.output.add_to(hidden, self.mixer(attended, inputs))
-        return self.mlp.output.add_to(hidden, self.mlp(self._norm(hidden), inputs))
+        return self.mlp.output.add_to(hidden, self.mlp(self._mlp_norm(hidden), inputs))
 
 
 class UnrolledAttention(Attention):

@@ -498,8 +498,11 @@ def without_first(inputs: PassInputs, count: int, last: int) -> PassInputs:
     `last` is the number of cache entries, those of the pass's tokens included.
     """
     kinds = []
-    for rotation, mask, entries in inputs.kinds:
+    for rotation, mask, entries, seen in inputs.kinds:
         assert entries is not None
+        if seen is not None:
+            kinds.append(KindInputs(rotation, None, entries, seen.without_first(count)))
+            continue
         # in a sliding window, the keys are not all
         hidden = max(0, count + entries[0].keys.shape[1] - last)
         cut = [

@@ -1,0 +1,971 @@
+/* The operators of a decoder's forward pass on x86-64: products, norms, rotary embedding,
+ * attention and gated activations, all with sums in float32.
+ *
+ * A row of an output has the same bits whichever rows are computed with it, in whatever order
+ * they stand, and however many threads compute them: each element is summed up by one thread, in
+ * an order that depends on the element alone. So contractions of a product and a sum are written
+ * out (FMA) and left to no compiler (-ffp-contract=off).
+ *
+ * One text for three sets of instructions, chosen by the compiler's flags: AVX-512 with VNNI,
+ * AVX2 with AVX-VNNI, and AVX2. A vector has LANES floats; a block is the weights of LANES
+ * neighbouring outputs. All functions return 0, or -1 if memory is missing.
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+#define GROUP 32 /* weights, or activations, with one scale */
+
+/* ------------------------------------------------------------------ vectors */
+
+#ifdef __AVX512F__
+#define LANES 16
+#define MOST_ROWS 8 /* of a tile */
+typedef __m512 vec;
+typedef __m512i ivec;
+INLINE vec v_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void v_store(float *p, vec a) { _mm512_storeu_ps(p, a); }
+INLINE vec v_all(float a) { return _mm512_set1_ps(a); }
+INLINE vec v_zero(void) { return _mm512_setzero_ps(); }
+INLINE vec v_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+INLINE vec v_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+INLINE vec v_div(vec a, vec b) { return _mm512_div_ps(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vec v_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+INLINE vec v_min(vec a, vec b) { return _mm512_min_ps(a, b); }
+INLINE vec v_round(vec a) { return _mm512_roundscale_ps(a, 0); }
+INLINE vec v_abs(vec a) { return _mm512_abs_ps(a); }
+INLINE vec v_half(const void *p) { return _mm512_cvtph_ps(_mm256_loadu_si256(p)); }
+INLINE ivec i_load(const void *p) { return _mm512_loadu_si512(p); }
+INLINE ivec i_all(int32_t a) { return _mm512_set1_epi32(a); }
+INLINE ivec i_and(ivec a, ivec b) { return _mm512_and_si512(a, b); }
+INLINE ivec i_xor(ivec a, ivec b) { return _mm512_xor_si512(a, b); }
+INLINE ivec i_add(ivec a, ivec b) { return _mm512_add_epi32(a, b); }
+INLINE ivec i_left(ivec a, int n) { return _mm512_slli_epi32(a, n); }
+INLINE ivec i_right(ivec a, int n) { return _mm512_srli_epi32(a, n); }
+INLINE vec v_of_bits(ivec a) { return _mm512_castsi512_ps(a); }
+INLINE vec v_of_ints(ivec a) { return _mm512_cvtepi32_ps(a); }
+INLINE ivec i_of_floats(vec a) { return _mm512_cvtps_epi32(a); }
+INLINE vec v_swap_pairs(vec a) { return _mm512_permute_ps(a, 0xB1); }
+INLINE vec v_even(vec a) { return _mm512_moveldup_ps(a); }
+INLINE vec v_odd(vec a) { return _mm512_movehdup_ps(a); }
+INLINE vec v_fma_sub_add(vec a, vec b, vec c) { return _mm512_fmaddsub_ps(a, b, c); }
+INLINE float v_sum(vec a)
+{
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE float v_largest(vec a) { return _mm512_reduce_max_ps(a); }
+INLINE void i_store_bytes(int8_t *p, ivec a) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(a)); }
+#else
+#define LANES 8
+#define MOST_ROWS 4
+typedef __m256 vec;
+typedef __m256i ivec;
+INLINE vec v_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void v_store(float *p, vec a) { _mm256_storeu_ps(p, a); }
+INLINE vec v_all(float a) { return _mm256_set1_ps(a); }
+INLINE vec v_zero(void) { return _mm256_setzero_ps(); }
+INLINE vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
+INLINE vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+INLINE vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+INLINE vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
+INLINE vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+INLINE vec v_min(vec a, vec b) { return _mm256_min_ps(a, b); }
+INLINE vec v_round(vec a) { return _mm256_round_ps(a, 0); }
+INLINE vec v_abs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+INLINE vec v_half(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+INLINE ivec i_load(const void *p) { return _mm256_loadu_si256(p); }
+INLINE ivec i_all(int32_t a) { return _mm256_set1_epi32(a); }
+INLINE ivec i_and(ivec a, ivec b) { return _mm256_and_si256(a, b); }
+INLINE ivec i_xor(ivec a, ivec b) { return _mm256_xor_si256(a, b); }
+INLINE ivec i_add(ivec a, ivec b) { return _mm256_add_epi32(a, b); }
+INLINE ivec i_left(ivec a, int n) { return _mm256_slli_epi32(a, n); }
+INLINE ivec i_right(ivec a, int n) { return _mm256_srli_epi32(a, n); }
+INLINE vec v_of_bits(ivec a) { return _mm256_castsi256_ps(a); }
+INLINE vec v_of_ints(ivec a) { return _mm256_cvtepi32_ps(a); }
+INLINE ivec i_of_floats(vec a) { return _mm256_cvtps_epi32(a); }
+INLINE vec v_swap_pairs(vec a) { return _mm256_permute_ps(a, 0xB1); }
+INLINE vec v_even(vec a) { return _mm256_moveldup_ps(a); }
+INLINE vec v_odd(vec a) { return _mm256_movehdup_ps(a); }
+INLINE vec v_fma_sub_add(vec a, vec b, vec c) { return _mm256_fmaddsub_ps(a, b, c); }
+INLINE float v_sum(vec a)
+{
+    __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    quarter = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE float v_largest(vec a)
+{
+    __m128 quarter = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
+    return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
+}
+INLINE void i_store_bytes(int8_t *p, ivec a)
+{
+    __m128i low = _mm256_castsi256_si128(a), high = _mm256_extracti128_si256(a, 1);
+    __m128i shorts = _mm_packs_epi32(low, high);
+    _mm_storel_epi64((void *)p, _mm_packs_epi16(shorts, shorts));
+}
+#endif
+
+/* e^a with a relative error of about 2e-7; 0 below -87.3 */
+INLINE vec v_exp(vec a)
+{
+    a = v_min(a, v_all(88.0f));
+    vec clipped = v_max(a, v_all(-87.3f));
+    vec whole = v_round(v_mul(clipped, v_all(1.44269504088896341f)));
+    vec rest = v_fma(whole, v_all(-0.693359375f), clipped);
+    rest = v_fma(whole, v_all(2.12194440e-4f), rest);
+    vec sum = v_all(1.9875691500e-4f);
+    sum = v_fma(sum, rest, v_all(1.3981999507e-3f));
+    sum = v_fma(sum, rest, v_all(8.3334519073e-3f));
+    sum = v_fma(sum, rest, v_all(4.1665795894e-2f));
+    sum = v_fma(sum, rest, v_all(1.6666665459e-1f));
+    sum = v_fma(sum, rest, v_all(5.0000001201e-1f));
+    sum = v_fma(v_mul(sum, rest), rest, v_add(rest, v_all(1.0f)));
+    ivec power = i_left(i_add(i_of_floats(whole), i_all(127)), 23);
+    vec result = v_mul(sum, v_of_bits(power));
+#ifdef __AVX512F__
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, v_all(-87.3f), _CMP_GE_OQ), result);
+#else
+    return _mm256_and_ps(_mm256_cmp_ps(a, v_all(-87.3f), _CMP_GE_OQ), result);
+#endif
+}
+
+/* tanh(a) = 1 - 2 / (e^2a + 1) */
+INLINE vec v_tanh(vec a)
+{
+    vec power = v_exp(v_add(a, a));
+    return v_sub(v_all(1.0f), v_div(v_all(2.0f), v_add(power, v_all(1.0f))));
+}
+
+/* ------------------------------------------------------------------ threads */
+
+/* One job at a time is shared by the caller and the helpers. `state` has the number of the job's
+ * chunks and that of the next one, so that one addition claims a chunk, and a helper that comes
+ * late sees that none is left. A helper spins for a while and then sleeps. */
+
+#define MOST_THREADS 64
+#define SPINS 4000 /* of a helper before it sleeps: about 50 us */
+#define LINE 128   /* bytes; two cache lines, which processors fetch together */
+
+typedef void (*chunk_function)(void *arguments, long chunk);
+
+static struct {
+    _Alignas(LINE) atomic_ullong state; /* job << 48 | chunks << 24 | next chunk */
+    _Alignas(LINE) atomic_long done;
+    _Alignas(LINE) chunk_function function;
+    void *arguments;
+    unsigned long long job;
+    _Alignas(LINE) atomic_int sleeping;
+    atomic_int threads; /* that share a job, the caller included */
+    int started;
+    pthread_mutex_t owner; /* of the job */
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+} pool = {
+    .threads = 1,
+    .owner = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+};
+
+#define CHUNKS(state) ((long)((state) >> 24 & 0xffffff))
+#define NEXT(state) ((long)((state)&0xffffff))
+
+/* Runs chunks until none is left; returns how many. */
+static long run_chunks(void)
+{
+    long count = 0;
+    for (;;) {
+        unsigned long long seen = atomic_load_explicit(&pool.state, memory_order_relaxed);
+        if (NEXT(seen) >= CHUNKS(seen)) return count;
+        seen = atomic_fetch_add_explicit(&pool.state, 1, memory_order_acquire);
+        if (NEXT(seen) >= CHUNKS(seen)) return count;
+        pool.function(pool.arguments, NEXT(seen));
+        atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+        count++;
+    }
+}
+
+static void *helper(void *argument)
+{
+    long index = (long)argument;
+    unsigned long long last = 0;
+    for (;;) {
+        int spins = 0;
+        while (atomic_load_explicit(&pool.state, memory_order_acquire) >> 48 == last
+               || index >= atomic_load_explicit(&pool.threads, memory_order_relaxed)) {
+            if (spins++ < SPINS) {
+                _mm_pause();
+                continue;
+            }
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.sleeping, 1);
+            while (atomic_load(&pool.state) >> 48 == last || index >= atomic_load(&pool.threads))
+                pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        }
+        last = atomic_load_explicit(&pool.state, memory_order_acquire) >> 48;
+        run_chunks();
+    }
+    return NULL;
+}
+
+/* After a fork, the child has no helpers, and may have copied locks that are taken. */
+static void forget_helpers(void)
+{
+    pthread_mutex_init(&pool.owner, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    atomic_store(&pool.sleeping, 0);
+    pool.started = 0;
+}
+
+static void start_helpers(int threads)
+{
+    static int watches_forks = 0;
+    if (!watches_forks) {
+        watches_forks = 1;
+        pthread_atfork(NULL, NULL, forget_helpers);
+    }
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    while (pool.started < threads - 1) {
+        pthread_t thread;
+        if (pthread_create(&thread, &attributes, helper, (void *)(long)(pool.started + 1))) break;
+        pool.started++;
+    }
+    pthread_attr_destroy(&attributes);
+}
+
+/* Sets how many threads share the work of a call from now on. */
+EXPORT void set_threads(int threads)
+{
+    if (threads < 1) threads = 1;
+    if (threads > MOST_THREADS) threads = MOST_THREADS;
+    atomic_store(&pool.threads, threads);
+}
+
+EXPORT int lanes(void) { return LANES; }
+
+/* Calls `function` for each chunk, in threads. A second caller at the same time works alone. */
+static void in_threads(chunk_function function, void *arguments, long chunks)
+{
+    int threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+    if (chunks == 1 || threads == 1 || pthread_mutex_trylock(&pool.owner)) {
+        for (long chunk = 0; chunk < chunks; chunk++) function(arguments, chunk);
+        return;
+    }
+    if (pool.started < threads - 1) start_helpers(threads);
+    pool.function = function;
+    pool.arguments = arguments;
+    pool.job = (pool.job + 1) & 0xffff;
+    atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
+    atomic_store(&pool.state, pool.job << 48 | (unsigned long long)chunks << 24);
+    if (atomic_load(&pool.sleeping)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    run_chunks();
+    for (long spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < chunks; spins++) {
+        if (spins < SPINS)
+            _mm_pause();
+        else
+            sched_yield(); /* a helper with a chunk does not run */
+    }
+    pthread_mutex_unlock(&pool.owner);
+}
+
+/* Memory of one thread, kept from call to call. */
+static void *scratch(int slot, size_t bytes)
+{
+    static _Thread_local struct { void *memory; size_t bytes; } kept[4];
+    if (kept[slot].bytes < bytes) {
+        free(kept[slot].memory);
+        kept[slot].bytes = 0;
+        kept[slot].memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (kept[slot].memory == NULL) return NULL;
+        kept[slot].bytes = bytes;
+    }
+    return kept[slot].memory;
+}
+
+/* ------------------------------------------------------------------ products */
+
+enum kind {
+    FLOAT32,
+    BFLOAT16,
+    FLOAT16,
+    INT8,
+    INT8_MINIMUM,
+    INT4_MINIMUM,
+    WIDE_INT8_MINIMUM, /* with scales and minimums in float32 */
+    WIDE_INT4_MINIMUM,
+};
+
+/* A weight [outputs, inputs], packed by blocks of LANES outputs. Inputs are padded with zeros: to
+ * a multiple of 2 in 16 bits and of GROUP in 8 and 4 bits.
+ * FLOAT32, FLOAT16: `data` [block][input][LANES]
+ * BFLOAT16: [block][pair of inputs][LANES][2]
+ * INT8...: [block][group][8 steps][LANES][4 inputs], signed; unsigned with minimums
+ * INT4_MINIMUM: [block][group][4 steps][LANES][4 bytes]: the low halves of a byte are an input of
+ *   the first half of the group, the high halves one of the second
+ * `scales` and `minimums` [block][group][LANES] are in half precision, or in float32. A weight
+ * is scale * integer + minimum. */
+typedef struct {
+    const void *data;
+    const void *scales;
+    const void *minimums;
+    long inputs;
+    long outputs;
+    long kind;
+} matrix;
+
+/* Activations of all rows, rounded to 8 bits in groups of 32: [group][row][32], and the scale and
+ * the sum of the integers of each [group][row]. */
+typedef struct {
+    int8_t *integers;
+    float *scales;
+    int32_t *sums;
+} rounded;
+
+/* A product: output = weight x input + bias for each row; if `adds`, output += scale * that. */
+typedef struct {
+    const matrix *weight;
+    const float *input;
+    long rows;
+    long input_stride;
+    const float *bias;
+    float scale;
+    int adds;
+    float *output;
+    long output_stride;
+    rounded rounded;
+    long blocks_of_chunk;
+} product_call;
+
+INLINE void finish(const product_call *call, long row, long block, vec sum)
+{
+    long first = block * LANES;
+    long count = call->weight->outputs - first; /* of outputs, without padding */
+    float *output = call->output + row * call->output_stride + first;
+    if (count >= LANES) {
+        if (call->bias) sum = v_add(sum, v_load(call->bias + first));
+        if (call->adds) sum = v_fma(v_all(call->scale), sum, v_load(output));
+        v_store(output, sum);
+        return;
+    }
+    float values[LANES];
+    v_store(values, sum);
+    for (long i = 0; i < count; i++) {
+        float value = call->bias ? values[i] + call->bias[first + i] : values[i];
+        output[i] = call->adds ? fmaf(call->scale, value, output[i]) : value;
+    }
+}
+
+#define AHEAD 2048 /* bytes that are fetched ahead */
+#define UNROLL _Pragma("GCC unroll 16")
+
+/* The two weights of a pair of inputs, for a block. */
+#define PAIR_FLOAT32(p) even = v_load(p), odd = v_load((p) + LANES)
+#define PAIR_FLOAT16(p) even = v_half(p), odd = v_half((p) + LANES)
+#define PAIR_BFLOAT16(p) \
+    pair = i_load(p), even = v_of_bits(i_left(pair, 16)), odd = v_of_bits(i_and(pair, high))
+
+/* A tile of R rows and B blocks of a product with weights in floating point. */
+#define FLOAT_TILE(NAME, TYPE, PAIR, R, B)                                                     \
+    static void NAME##_##R##_##B(const product_call *call, long row, long block)               \
+    {                                                                                          \
+        long inputs = call->weight->inputs + (call->weight->inputs & 1);                       \
+        const TYPE *weights = (const TYPE *)call->weight->data + block * inputs * LANES;       \
+        const float *x[R];                                                                     \
+        vec sums[R][B];                                                                        \
+        const ivec high = i_all((int32_t)0xffff0000);                                          \
+        ivec pair;                                                                             \
+        (void)high, (void)pair;                                                                \
+        UNROLL for (int r = 0; r < R; r++) x[r] = call->input + (row + r) * call->input_stride;\
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < B; b++) sums[r][b] = v_zero();                          \
+        for (long k = 0; k < inputs; k += 2, weights += 2 * LANES) {                           \
+            UNROLL for (int b = 0; b < B; b++) {                                               \
+                vec even, odd;                                                                 \
+                const TYPE *p = weights + b * inputs * LANES;                                  \
+                _mm_prefetch((const char *)p + AHEAD, _MM_HINT_T0);                            \
+                PAIR(p);                                                                       \
+                UNROLL for (int r = 0; r < R; r++) {                                           \
+                    sums[r][b] = v_fma(even, v_all(x[r][k]), sums[r][b]);                      \
+                    sums[r][b] = v_fma(odd, v_all(x[r][k + 1]), sums[r][b]);                   \
+                }                                                                              \
+            }                                                                                  \
+        }                                                                                      \
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < B; b++) finish(call, row + r, block + b, sums[r][b]);   \
+    }
+
+/* Sums up products of 4 signed bytes each, of weights and of activations (4 bytes in all lanes):
+ * FIRST makes of the weights what DOT takes, once for all rows. */
+#if defined(__AVX512VNNI__)
+#define DOT(sum, first, weights, x) sum = _mm512_dpbusd_epi32(sum, first, x)
+#elif defined(__AVXVNNI__)
+#define DOT(sum, first, weights, x) sum = _mm256_dpbusd_avx_epi32(sum, first, x)
+#else
+/* Pairs are added in 16 bits: at most 2 * 128 * 127, which fits. */
+#define DOT(sum, first, weights, x)                                                            \
+    sum = i_add(sum, _mm256_madd_epi16(                                                        \
+                         _mm256_maddubs_epi16(first, weights), _mm256_set1_epi16(1)))
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+/* Unsigned weights are 128 too large, which -128 * (sum of activations) takes back. */
+#define FIRST(w) i_xor(w, i_all((int32_t)0x80808080))
+#define SIGNED_DOT(sum, first, w, x) DOT(sum, first, w, x)
+#define START(sum_of_x) i_all(-128 * (sum_of_x))
+#define UNSIGNED_DOT(sum, w, x) DOT(sum, w, w, x)
+#else
+#define FIRST(w) _mm256_abs_epi8(w)
+#define SIGNED_DOT(sum, first, w, x) DOT(sum, first, _mm256_sign_epi8(x, w), x)
+#define START(sum_of_x) _mm256_setzero_si256()
+#define UNSIGNED_DOT(sum, w, x) DOT(sum, w, x, x)
+#endif
+
+INLINE vec scale_of(const void *scales, long index, int wide)
+{
+    return wide ? v_load((const float *)scales + index) : v_half((const uint16_t *)scales + index);
+}
+
+INLINE int32_t four(const int8_t *p)
+{
+    int32_t bytes;
+    memcpy(&bytes, p, 4);
+    return bytes;
+}
+
+/* A tile of R rows and B blocks of a product with weights in 8 or 4 bits. */
+#define INTEGER_TILE(NAME, KIND, WIDE, R, B)                                                   \
+    static void NAME##_##R##_##B(const product_call *call, long row, long block)               \
+    {                                                                                          \
+        const matrix *weight = call->weight;                                                   \
+        long groups = (weight->inputs + GROUP - 1) / GROUP;                                    \
+        const long bytes = (KIND == INT4_MINIMUM ? 16 : 32) * LANES; /* of a group */          \
+        vec sums[R][B];                                                                        \
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < B; b++) sums[r][b] = v_zero();                          \
+        for (long group = 0; group < groups; group++) {                                        \
+            long first_row = group * call->rows + row;                                         \
+            const int8_t *x = call->rounded.integers + first_row * GROUP;                      \
+            const float *x_scales = call->rounded.scales + first_row;                          \
+            const int32_t *x_sums = call->rounded.sums + first_row;                            \
+            UNROLL for (int b = 0; b < B; b++) {                                               \
+                long index = (block + b) * groups + group;                                     \
+                const uint8_t *data = (const uint8_t *)weight->data + index * bytes;           \
+                ivec dots[R];                                                                  \
+                UNROLL for (int r = 0; r < R; r++)                                             \
+                    dots[r] = KIND == INT8 ? START(x_sums[r]) : i_all(0);                      \
+                if (KIND == INT4_MINIMUM) {                                                    \
+                    for (int step = 0; step < 4; step++) {                              \
+                        ivec both = i_load(data + step * 4 * LANES);                           \
+                        _mm_prefetch((const char *)data + step * 4 * LANES + AHEAD, _MM_HINT_T0); \
+                        ivec low = i_and(both, i_all(0x0f0f0f0f));                             \
+                        ivec top = i_and(i_right(both, 4), i_all(0x0f0f0f0f));                 \
+                        UNROLL for (int r = 0; r < R; r++) {                                   \
+                            UNSIGNED_DOT(dots[r], low, i_all(four(x + r * GROUP + 4 * step))); \
+                            UNSIGNED_DOT(dots[r], top,                                         \
+                                         i_all(four(x + r * GROUP + 16 + 4 * step)));          \
+                        }                                                                      \
+                    }                                                                          \
+                } else {                                                                       \
+                    for (int step = 0; step < 8; step++) {                              \
+                        ivec w = i_load(data + step * 4 * LANES);                              \
+                        _mm_prefetch((const char *)data + step * 4 * LANES + AHEAD, _MM_HINT_T0); \
+                        ivec first = KIND == INT8 ? FIRST(w) : w;                              \
+                        (void)first;                                                           \
+                        UNROLL for (int r = 0; r < R; r++) {                                   \
+                            ivec four_of_x = i_all(four(x + r * GROUP + 4 * step));            \
+                            if (KIND == INT8)                                                  \
+                                SIGNED_DOT(dots[r], first, w, four_of_x);                      \
+                            else                                                               \
+                                UNSIGNED_DOT(dots[r], w, four_of_x);                           \
+                        }                                                                      \
+                    }                                                                          \
+                }                                                                              \
+                vec scale = scale_of(weight->scales, index * LANES, WIDE);                     \
+                UNROLL for (int r = 0; r < R; r++)                                             \
+                    sums[r][b] = v_fma(v_of_ints(dots[r]), v_mul(scale, v_all(x_scales[r])),   \
+                                       sums[r][b]);                                            \
+                if (KIND != INT8) {                                                            \
+                    vec minimum = scale_of(weight->minimums, index * LANES, WIDE);             \
+                    UNROLL for (int r = 0; r < R; r++)                                         \
+                        sums[r][b] = v_fma(minimum, v_all(x_scales[r] * (float)x_sums[r]),     \
+                                           sums[r][b]);                                        \
+                }                                                                              \
+            }                                                                                  \
+        }                                                                                      \
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < B; b++) finish(call, row + r, block + b, sums[r][b]);   \
+    }
+
+/* Tiles of 1 to MOST_ROWS rows: fewer rows have more blocks, so that enough sums are under way.
+ * The number of blocks of a weight is a multiple of PADDED. */
+#define PADDED 4
+#if LANES == 16
+#define TILES(TILE, ...)                                                                       \
+    TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 4) TILE(__VA_ARGS__, 3, 2)                    \
+    TILE(__VA_ARGS__, 4, 2) TILE(__VA_ARGS__, 5, 2) TILE(__VA_ARGS__, 6, 2)                    \
+    TILE(__VA_ARGS__, 7, 2) TILE(__VA_ARGS__, 8, 2)
+#define ALL(NAME)                                                                              \
+    { { 4, NAME##_1_4 }, { 4, NAME##_2_4 }, { 2, NAME##_3_2 }, { 2, NAME##_4_2 },              \
+      { 2, NAME##_5_2 }, { 2, NAME##_6_2 }, { 2, NAME##_7_2 }, { 2, NAME##_8_2 } }
+#else
+#define TILES(TILE, ...)                                                                       \
+    TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 2) TILE(__VA_ARGS__, 3, 1)                    \
+    TILE(__VA_ARGS__, 4, 1)
+#define ALL(NAME)                                                                              \
+    { { 4, NAME##_1_4 }, { 2, NAME##_2_2 }, { 1, NAME##_3_1 }, { 1, NAME##_4_1 } }
+#endif
+
+TILES(FLOAT_TILE, float32, float, PAIR_FLOAT32)
+TILES(FLOAT_TILE, bfloat16, uint16_t, PAIR_BFLOAT16)
+TILES(FLOAT_TILE, float16, uint16_t, PAIR_FLOAT16)
+TILES(INTEGER_TILE, int8, INT8, 0)
+TILES(INTEGER_TILE, int8_minimum, INT8_MINIMUM, 0)
+TILES(INTEGER_TILE, int4_minimum, INT4_MINIMUM, 0)
+TILES(INTEGER_TILE, wide_int8_minimum, INT8_MINIMUM, 1)
+TILES(INTEGER_TILE, wide_int4_minimum, INT4_MINIMUM, 1)
+
+typedef struct {
+    int blocks;
+    void (*function)(const product_call *, long row, long block);
+} tile;
+
+static const tile TILES_OF[8][MOST_ROWS] = {
+    ALL(float32), ALL(bfloat16), ALL(float16), ALL(int8), ALL(int8_minimum), ALL(int4_minimum),
+    ALL(wide_int8_minimum), ALL(wide_int4_minimum),
+};
+
+static long padded_blocks(const matrix *weight)
+{
+    long blocks = (weight->outputs + LANES - 1) / LANES;
+    return (blocks + PADDED - 1) / PADDED * PADDED;
+}
+
+static void product_chunk(void *arguments, long chunk)
+{
+    const product_call *call = arguments;
+    const matrix *weight = call->weight;
+    const tile *tiles = TILES_OF[weight->kind];
+    long blocks = padded_blocks(weight);
+    long first = chunk * call->blocks_of_chunk;
+    long last = first + call->blocks_of_chunk < blocks ? first + call->blocks_of_chunk : blocks;
+    for (long row = 0; row < call->rows; row += MOST_ROWS) {
+        long rows = call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS;
+        const tile *chosen = &tiles[rows - 1];
+        for (long block = first; block < last; block += chosen->blocks)
+            chosen->function(call, row, block);
+    }
+}
+
+static void round_row(const product_call *call, long row)
+{
+    const float *x = call->input + row * call->input_stride;
+    long inputs = call->weight->inputs;
+    for (long group = 0; group * GROUP < inputs; group++) {
+        float padded[GROUP];
+        const float *values = x + group * GROUP;
+        if (inputs - group * GROUP < GROUP) {
+            memset(padded, 0, sizeof padded);
+            memcpy(padded, values, (size_t)(inputs - group * GROUP) * sizeof(float));
+            values = padded;
+        }
+        vec largest = v_zero();
+        for (int i = 0; i < GROUP; i += LANES) largest = v_max(largest, v_abs(v_load(values + i)));
+        float most = v_largest(largest);
+        float inverse = most > 0 ? 127.0f / most : 0.0f;
+        long index = group * call->rows + row;
+        ivec sum = i_all(0);
+        for (int i = 0; i < GROUP; i += LANES) {
+            ivec integers = i_of_floats(v_mul(v_load(values + i), v_all(inverse)));
+            sum = i_add(sum, integers);
+            i_store_bytes(call->rounded.integers + index * GROUP + i, integers);
+        }
+        call->rounded.scales[index] = most / 127.0f;
+        call->rounded.sums[index] = (int32_t)v_sum(v_of_ints(sum)); /* exact: below 2^24 */
+    }
+}
+
+/* Rows of a chunk when many rows are rounded. */
+#define ROUNDED_AT_ONCE 4
+
+static void round_chunk(void *arguments, long chunk)
+{
+    const product_call *call = arguments;
+    long last = (chunk + 1) * ROUNDED_AT_ONCE;
+    if (last > call->rows) last = call->rows;
+    for (long row = chunk * ROUNDED_AT_ONCE; row < last; row++) round_row(call, row);
+}
+
+EXPORT int product(const matrix *weight, const float *input, long rows, long input_stride,
+                   const float *bias, float scale, int adds, float *output, long output_stride)
+{
+    product_call call = { weight, input, rows, input_stride, bias, scale, adds, output,
+                          output_stride, { 0 }, 0 };
+    if (weight->kind >= INT8) {
+        size_t groups = (size_t)(weight->inputs + GROUP - 1) / GROUP * (size_t)rows;
+        char *memory = scratch(0, groups * (GROUP + 2 * sizeof(float)));
+        if (memory == NULL) return -1;
+        call.rounded.integers = (int8_t *)memory;
+        call.rounded.scales = (float *)(memory + groups * GROUP);
+        call.rounded.sums = (int32_t *)(memory + groups * (GROUP + sizeof(float)));
+        in_threads(round_chunk, &call, (rows + ROUNDED_AT_ONCE - 1) / ROUNDED_AT_ONCE);
+    } else if (weight->inputs & 1) { /* rows with one more input, of 0 */
+        float *copy = scratch(0, (size_t)rows * (size_t)(weight->inputs + 1) * sizeof(float));
+        if (copy == NULL) return -1;
+        for (long row = 0; row < rows; row++) {
+            float *own = copy + row * (weight->inputs + 1);
+            memcpy(own, input + row * input_stride, (size_t)weight->inputs * sizeof(float));
+            own[weight->inputs] = 0;
+        }
+        call.input = copy;
+        call.input_stride = weight->inputs + 1;
+    }
+    long blocks = padded_blocks(weight);
+    long threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+    long share = blocks / (4 * threads) / 4 * 4; /* of a chunk: a few for each thread */
+    call.blocks_of_chunk = threads == 1 ? blocks : share < 4 ? 4 : share > 64 ? 64 : share;
+    in_threads(product_chunk, &call, (blocks + call.blocks_of_chunk - 1) / call.blocks_of_chunk);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ norms */
+
+/* Elements of a vector that a row of `count` has from `i` on; 0 in the others. */
+INLINE vec v_load_part(const float *p, long count)
+{
+    if (count >= LANES) return v_load(p);
+    float values[LANES] = { 0 };
+    memcpy(values, p, (size_t)count * sizeof(float));
+    return v_load(values);
+}
+
+INLINE void v_store_part(float *p, vec a, long count)
+{
+    if (count >= LANES) {
+        v_store(p, a);
+        return;
+    }
+    float values[LANES];
+    v_store(values, a);
+    memcpy(p, values, (size_t)count * sizeof(float));
+}
+
+static void norm_row(const float *x, long width, const float *weight, float eps, float *output)
+{
+    vec squares = v_zero();
+    for (long i = 0; i < width; i += LANES) {
+        vec part = v_load_part(x + i, width - i);
+        squares = v_fma(part, part, squares);
+    }
+    vec factor = v_all(1.0f / sqrtf(v_sum(squares) / (float)width + eps));
+    for (long i = 0; i < width; i += LANES) {
+        vec normed = v_mul(v_load_part(x + i, width - i), factor);
+        if (weight) normed = v_mul(normed, v_load_part(weight + i, width - i));
+        v_store_part(output + i, normed, width - i);
+    }
+}
+
+typedef struct {
+    const float *input;
+    long input_stride;
+    long parts;
+    long width;
+    const float *weight;
+    long weight_stride;
+    float eps;
+    float *output;
+    long output_stride;
+} norm_call;
+
+static void norm_chunk(void *arguments, long row)
+{
+    const norm_call *call = arguments;
+    for (long part = 0; part < call->parts; part++)
+        norm_row(call->input + row * call->input_stride + part * call->width, call->width,
+                 call->weight ? call->weight + part * call->weight_stride : NULL, call->eps,
+                 call->output + row * call->output_stride + part * call->width);
+}
+
+/* RMSNorm of `parts` neighbouring parts of each row, each of `width` elements: output = x /
+ * sqrt(mean(x^2) + eps) * weight. Part p has the weights from `weight` + p * weight_stride on;
+ * NULL: no weights. `output` may be `input`. */
+EXPORT int rms_norm(const float *input, long rows, long input_stride, long parts, long width,
+                    const float *weight, long weight_stride, float eps, float *output,
+                    long output_stride)
+{
+    norm_call call = { input, input_stride, parts, width, weight, weight_stride, eps, output,
+                       output_stride };
+    in_threads(norm_chunk, &call, rows);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ rotary embedding */
+
+/* Rotates the first `rotated` elements of the first `rotated_heads` heads of each row, as pairs of
+ * neighbours, by the complex numbers `rotation` [row][rotated / 2], and writes the keys and values
+ * of the first `written` rows to the cache.
+ *
+ * `heads` [row][query heads, key heads, value heads][size]. The key of row r and key-value head h
+ * goes to keys + h * head_stride + r * size. */
+EXPORT int rotate_and_write(float *heads, long rows, long stride, long query_heads, long kv_heads,
+                            long size, const float *rotation, long rotation_stride, long rotated,
+                            long written, float *keys,
+                            float *values, long head_stride)
+{
+    for (long row = 0; row < rows; row++) {
+        float *own = heads + row * stride;
+        for (long head = 0; rotation && head < query_heads + kv_heads; head++) {
+            float *x = own + head * size;
+            const float *turn = rotation + row * rotation_stride;
+            for (long i = 0; i < rotated; i += LANES) {
+                vec by = v_load_part(turn + i, rotated - i);
+                vec part = v_load_part(x + i, rotated - i);
+                vec turned = v_fma_sub_add(part, v_even(by), v_mul(v_swap_pairs(part), v_odd(by)));
+                v_store_part(x + i, turned, rotated - i);
+            }
+        }
+        if (row >= written || keys == NULL) continue;
+        const float *new_keys = own + query_heads * size;
+        for (long head = 0; head < kv_heads; head++) {
+            long place = head * head_stride + row * size;
+            memcpy(keys + place, new_keys + head * size, (size_t)size * sizeof(float));
+            memcpy(values + place, new_keys + (kv_heads + head) * size,
+                   (size_t)size * sizeof(float));
+        }
+    }
+    return 0;
+}
+
+/* ------------------------------------------------------------------ attention */
+
+/* The slots that a row sees: `first` to `last` - 1, then others[begin] to others[end - 1], all
+ * ascending. */
+typedef struct {
+    int32_t first;
+    int32_t last;
+    int32_t begin;
+    int32_t end;
+} seen_slots;
+
+typedef struct {
+    const float *queries;
+    long rows;
+    long query_stride;
+    long heads;
+    long kv_heads;
+    long size;
+    const float *keys;
+    const float *values;
+    long head_stride;
+    const seen_slots *seen;
+    const int32_t *others;
+    float scale;
+    float cap;
+    const float *sinks;
+    float *output;
+    long output_stride;
+} attention_call;
+
+#define MOST_SIZE 512 /* elements of a head */
+
+INLINE long slot_of(const seen_slots *seen, const int32_t *others, long index)
+{
+    long plain = seen->last - seen->first;
+    return index < plain ? seen->first + index : others[seen->begin + index - plain];
+}
+
+/* The attention of G query heads of one row, which share keys and values. */
+#define ATTEND(G)                                                                              \
+    static int attend_##G(const attention_call *call, long row, long kv_head, long head)       \
+    {                                                                                          \
+        const seen_slots *seen = &call->seen[row];                                             \
+        const long size = call->size;                                                          \
+        const long count = seen->last - seen->first + seen->end - seen->begin;                 \
+        const long padded = (count + LANES - 1) / LANES * LANES;                               \
+        const float *keys = call->keys + kv_head * call->head_stride;                          \
+        const float *values = call->values + kv_head * call->head_stride;                      \
+        const float *queries = call->queries + row * call->query_stride + head * size;         \
+        float *output = call->output + row * call->output_stride + head * size;                \
+        float *scores = scratch(1, (size_t)(G * padded) * sizeof(float));                      \
+        if (scores == NULL) return -1;                                                         \
+        for (long j = 0; j < count; j++) {                                                     \
+            const float *key = keys + slot_of(seen, call->others, j) * size;                   \
+            vec sums[G];                                                                       \
+            UNROLL for (int g = 0; g < G; g++) sums[g] = v_zero();                             \
+            for (long i = 0; i < size; i += LANES) {                                           \
+                vec part = v_load_part(key + i, size - i);                                     \
+                UNROLL for (int g = 0; g < G; g++)                                             \
+                    sums[g] = v_fma(part, v_load_part(queries + g * size + i, size - i), sums[g]); \
+            }                                                                                  \
+            UNROLL for (int g = 0; g < G; g++) scores[g * padded + j] = v_sum(sums[g]) * call->scale; \
+        }                                                                                      \
+        float factors[G];                                                                      \
+        for (int g = 0; g < G; g++) {                                                          \
+            float *own = scores + g * padded;                                                  \
+            float sink = call->sinks ? call->sinks[head + g] : -INFINITY;                      \
+            factors[g] = softmax_row(own, count, call->cap, sink);                             \
+        }                                                                                      \
+        for (long i = 0; i < size; i += 4 * LANES) {                                           \
+            vec sums[G][4];                                                                    \
+            UNROLL for (int g = 0; g < G; g++)                                                 \
+                UNROLL for (int p = 0; p < 4; p++) sums[g][p] = v_zero();                      \
+            for (long j = 0; j < count; j++) {                                                 \
+                const float *value = values + slot_of(seen, call->others, j) * size + i;       \
+                UNROLL for (int p = 0; p < 4; p++) {                                           \
+                    long left = size - i - p * LANES;                                          \
+                    if (left <= 0) continue;                                                   \
+                    vec part = v_load_part(value + p * LANES, left);                           \
+                    UNROLL for (int g = 0; g < G; g++)                                         \
+                        sums[g][p] = v_fma(part, v_all(scores[g * padded + j]), sums[g][p]);   \
+                }                                                                              \
+            }                                                                                  \
+            UNROLL for (int g = 0; g < G; g++)                                                 \
+                UNROLL for (int p = 0; p < 4; p++) {                                           \
+                    long left = size - i - p * LANES;                                          \
+                    if (left <= 0) continue;                                                   \
+                    v_store_part(output + g * size + i + p * LANES,                            \
+                                 v_mul(sums[g][p], v_all(factors[g])), left);                  \
+                }                                                                              \
+        }                                                                                      \
+        return 0;                                                                              \
+    }
+
+/* Turns scores, which are capped first, into e^(score - largest); returns 1 / their sum, to which
+ * a sink adds. */
+static float softmax_row(float *scores, long count, float cap, float sink)
+{
+    for (long j = count; j % LANES; j++) scores[j] = -INFINITY;
+    vec most = v_all(sink);
+    for (long j = 0; j < count; j += LANES) {
+        vec part = v_load(scores + j);
+        if (cap > 0) {
+            part = v_mul(v_tanh(v_div(part, v_all(cap))), v_all(cap));
+            v_store(scores + j, part);
+        }
+        most = v_max(most, part);
+    }
+    if (cap > 0)
+        for (long j = count; j % LANES; j++) scores[j] = -INFINITY;
+    float largest = v_largest(most);
+    vec total = v_zero();
+    for (long j = 0; j < count; j += LANES) {
+        vec part = v_exp(v_sub(v_load(scores + j), v_all(largest)));
+        total = v_add(total, part);
+        v_store(scores + j, part);
+    }
+    float sum = v_sum(total);
+    if (sink != -INFINITY) sum += expf(sink - largest);
+    return sum > 0 ? 1.0f / sum : 0.0f;
+}
+
+ATTEND(1)
+ATTEND(2)
+ATTEND(3)
+ATTEND(4)
+
+static _Atomic int failed; /* memory was missing in a thread */
+
+static void attention_chunk(void *arguments, long chunk)
+{
+    static int (*const FUNCTIONS[4])(const attention_call *, long, long, long)
+        = { attend_1, attend_2, attend_3, attend_4 };
+    const attention_call *call = arguments;
+    long kv_head = chunk / call->rows;
+    long row = chunk % call->rows;
+    long group = call->heads / call->kv_heads;
+    for (long done = 0; done < group; done += 4) {
+        long count = group - done < 4 ? group - done : 4;
+        if (FUNCTIONS[count - 1](call, row, kv_head, kv_head * group + done)) failed = 1;
+    }
+}
+
+/* Attention of grouped heads: softmax(scale * queries keys^T) values over the slots that each row
+ * sees. `queries` and `output` [row][heads][size]; keys and values of a head are `head_stride`
+ * apart, those of a slot `size`. Scores s become cap * tanh(s / cap) if `cap` is above 0; `sinks`
+ * [heads] are scores of a key without a value, or NULL. */
+EXPORT int attention(const float *queries, long rows, long query_stride, long heads, long kv_heads,
+                     long size, const float *keys, const float *values, long head_stride,
+                     const seen_slots *seen, const int32_t *others, float scale, float cap,
+                     const float *sinks, float *output, long output_stride)
+{
+    attention_call call = { queries, rows, query_stride, heads, kv_heads, size, keys, values,
+                            head_stride, seen, others, scale, cap, sinks, output, output_stride };
+    failed = 0;
+    in_threads(attention_chunk, &call, rows * kv_heads);
+    return failed ? -1 : 0;
+}
+
+/* ------------------------------------------------------------------ gated activations */
+
+enum activation { SILU, GELU, GELU_TANH, RELU };
+
+INLINE vec activated(vec x, long kind)
+{
+    if (kind == SILU) return v_div(x, v_add(v_all(1.0f), v_exp(v_sub(v_zero(), x))));
+    if (kind == RELU) return v_max(x, v_zero());
+    if (kind == GELU_TANH) {
+        vec inner = v_fma(v_mul(v_mul(x, x), x), v_all(0.044715f), x);
+        vec share = v_tanh(v_mul(inner, v_all(0.79788456080286536f)));
+        return v_mul(v_mul(x, v_all(0.5f)), v_add(v_all(1.0f), share));
+    }
+    float values[LANES];
+    v_store(values, x);
+    for (int i = 0; i < LANES; i++)
+        values[i] = 0.5f * values[i] * (1.0f + erff(values[i] * 0.70710678118654752f));
+    return v_load(values);
+}
+
+typedef struct {
+    const float *input;
+    long input_stride;
+    long inner;
+    long kind;
+    float *output;
+    long output_stride;
+} gate_call;
+
+static void gate_chunk(void *arguments, long row)
+{
+    const gate_call *call = arguments;
+    const float *gate = call->input + row * call->input_stride;
+    const float *up = gate + call->inner;
+    float *output = call->output + row * call->output_stride;
+    for (long i = 0; i < call->inner; i += LANES) {
+        long left = call->inner - i;
+        vec gates = activated(v_load_part(gate + i, left), call->kind);
+        v_store_part(output + i, v_mul(gates, v_load_part(up + i, left)), left);
+    }
+}
+
+/* output = activation(gate) * up, for rows of the gates and then the ups, `inner` of each. */
+EXPORT int gated(const float *input, long rows, long input_stride, long inner, long kind,
+                 float *output, long output_stride)
+{
+    gate_call call = { input, input_stride, inner, kind, output, output_stride };
+    in_threads(gate_chunk, &call, rows);
+    return 0;
+}

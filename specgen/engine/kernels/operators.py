@@ -1,0 +1,236 @@
+"""The kernels as functions of torch tensors. All tensors are float32 on the CPU, unless said
+otherwise, and their last dimension is contiguous."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specgen.base.errors import RunError
+from specgen.engine.kernels.library import Library, kernels
+from specgen.engine.kernels.packing import PackedWeight
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+class SeenSlots(NamedTuple):
+    """Which slots of a KV cache the rows of a pass see.
+
+    Row i sees the slots `ranges[i, 0]` to `ranges[i, 1]` - 1 and then
+    `others[ranges[i, 2] : ranges[i, 3]]`, all ascending. Both are int32 tensors.
+    """
+
+    ranges: Tensor
+    others: Tensor
+
+    def without_first(self, count: int) -> SeenSlots:
+        """Returns the same slots without the first `count` ones of the cache, which are before all
+        `others`."""
+        ranges = self.ranges.clone()
+        ranges[:, :2].clamp_(min=count)
+        return self._replace(ranges=ranges)
+
+
+@cache
+def _own_kernels() -> Kernels | None:
+    library = kernels()
+    return None if library is None else Kernels(library)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """Returns the kernels for a model that computes in `dtype` on `device`; None where there are
+    none: they compute in float32 on a CPU."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    return _own_kernels()
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RunError("there is no memory left for the kernels' scratch space")
+
+
+class Kernels:
+    """The functions of a library."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        functions = library.functions
+        self._product = functions.product
+        self._rms_norm = functions.rms_norm
+        self._rotate_and_write = functions.rotate_and_write
+        self._attention = functions.attention
+        self._gated = functions.gated
+
+    def use_threads(self, threads: int) -> None:
+        """Sets how many threads share the work of a call."""
+        self.library.functions.set_threads(threads)
+
+    def product(self, weight: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns x W^T + bias: [n, in] -> [n, out]."""
+        output = x.new_empty(x.shape[0], weight.outputs)
+        self._into(output, weight, x, bias, 1.0, adds=False)
+        return output
+
+    def add_product(
+        self, hidden: Tensor, weight: PackedWeight, x: Tensor, bias: Tensor | None, scale: float
+    ) -> None:
+        """Adds scale * (x W^T + bias) to `hidden` [n, out]."""
+        self._into(hidden, weight, x, bias, scale, adds=True)
+
+    def _into(
+        self,
+        output: Tensor,
+        weight: PackedWeight,
+        x: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        *,
+        adds: bool,
+    ) -> None:
+        _check(
+            self._product(
+                weight.address,
+                x.data_ptr(),
+                x.shape[0],
+                x.stride(0),
+                None if bias is None else bias.data_ptr(),
+                scale,
+                adds,
+                output.data_ptr(),
+                output.stride(0),
+            )
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Returns RMSNorm(x) * weight for x [n, width]; `weight` [width], or None for none."""
+        output = torch.empty_like(x)
+        width = x.shape[1]
+        _check(
+            self._rms_norm(
+                x.data_ptr(),
+                x.shape[0],
+                x.stride(0),
+                1,
+                width,
+                None if weight is None else weight.data_ptr(),
+                0,
+                eps,
+                output.data_ptr(),
+                width,
+            )
+        )
+        return output
+
+    def norm_heads_(self, heads: Tensor, weight: Tensor, eps: float) -> None:
+        """Applies RMSNorm in place to the first k of `heads` [n, heads, size], each by itself, with
+        the weights [k, size]."""
+        count, size = weight.shape
+        _check(
+            self._rms_norm(
+                heads.data_ptr(),
+                heads.shape[0],
+                heads.stride(0),
+                count,
+                size,
+                weight.data_ptr(),
+                size,
+                eps,
+                heads.data_ptr(),
+                heads.stride(0),
+            )
+        )
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        query_heads: int,
+        kv_heads: int,
+        rotation: Tensor | None,
+        entries: Tensor | None,
+    ) -> None:
+        """Rotates queries and keys in `heads` [n, query, key and value heads, size] in place, and
+        copies keys and values of the first m rows to `entries`.
+
+        `rotation` [n, R / 2] is complex64: it turns the first R elements of a head, as pairs of
+        neighbours; None: nothing is rotated. `entries` [2, kv heads, m, size] are the keys
+        and the values of m slots of a cache; None: nothing is copied.
+        """
+        rows, _, size = heads.shape
+        _check(
+            self._rotate_and_write(
+                heads.data_ptr(),
+                rows,
+                heads.stride(0),
+                query_heads,
+                kv_heads,
+                size,
+                None if rotation is None else rotation.data_ptr(),
+                0 if rotation is None else 2 * rotation.stride(0),
+                0 if rotation is None else 2 * rotation.shape[-1],
+                0 if entries is None else entries.shape[2],
+                None if entries is None else entries[0].data_ptr(),
+                None if entries is None else entries[1].data_ptr(),
+                0 if entries is None else entries.stride(1),
+            )
+        )
+
+    def attention(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: SeenSlots,
+        scale: float = 1.0,
+        cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Returns softmax(scale * queries keys^T) values over the slots that each row sees, [n,
+        heads * size].
+
+        `queries` [n, heads, size], `keys` and `values` [kv heads, slots, size]. `cap` c limits
+        scores to c tanh(score / c); `sinks` [heads] are scores of a key without a value.
+        """
+        rows, heads, size = queries.shape
+        output = queries.new_empty(rows, heads * size)
+        _check(
+            self._attention(
+                queries.data_ptr(),
+                rows,
+                queries.stride(0),
+                heads,
+                keys.shape[0],
+                size,
+                keys.data_ptr(),
+                values.data_ptr(),
+                keys.stride(0),
+                seen.ranges.data_ptr(),
+                seen.others.data_ptr(),
+                scale,
+                cap or 0.0,
+                None if sinks is None else sinks.data_ptr(),
+                output.data_ptr(),
+                heads * size,
+            )
+        )
+        return output
+
+    def gated(self, gates_and_ups: Tensor, activation: str) -> Tensor:
+        """Returns activation(gate) * up, [n, 2 * inner] -> [n, inner]: the gates stand first."""
+        rows, width = gates_and_ups.shape
+        output = gates_and_ups.new_empty(rows, width // 2)
+        _check(
+            self._gated(
+                gates_and_ups.data_ptr(),
+                rows,
+                gates_and_ups.stride(0),
+                width // 2,
+                ACTIVATIONS[activation],
+                output.data_ptr(),
+                width // 2,
+            )
+        )
+        return output
