@@ -526,13 +526,21 @@ INLINE int32_t four(const int8_t *p)
 #define PADDED 4
 #if LANES == 16
 #define TILES(TILE, ...)                                                                       \
-    TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 4) TILE(__VA_ARGS__, 3, 2)                    \
-    TILE(__VA_ARGS__, 4, 2) TILE(__VA_ARGS__, 5, 2) TILE(__VA_ARGS__, 6, 2)                    \
+    TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 4) TILE(__VA_ARGS__, 3, 4)                    \
+    TILE(__VA_ARGS__, 4, 4) TILE(__VA_ARGS__, 5, 2) TILE(__VA_ARGS__, 6, 2)                    \
     TILE(__VA_ARGS__, 7, 2) TILE(__VA_ARGS__, 8, 2)
 #define ALL(NAME)                                                                              \
-    { { 4, NAME##_1_4 }, { 4, NAME##_2_4 }, { 2, NAME##_3_2 }, { 2, NAME##_4_2 },              \
+    { { 4, NAME##_1_4 }, { 4, NAME##_2_4 }, { 4, NAME##_3_4 }, { 4, NAME##_4_4 },              \
       { 2, NAME##_5_2 }, { 2, NAME##_6_2 }, { 2, NAME##_7_2 }, { 2, NAME##_8_2 } }
+#define FLOAT_TILES TILES
+#define ALL_FLOAT ALL
 #else
+/* 16 registers: the integers' sums need two of them each */
+#define FLOAT_TILES(TILE, ...)                                                                 \
+    TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 4) TILE(__VA_ARGS__, 3, 2)                    \
+    TILE(__VA_ARGS__, 4, 2)
+#define ALL_FLOAT(NAME)                                                                        \
+    { { 4, NAME##_1_4 }, { 4, NAME##_2_4 }, { 2, NAME##_3_2 }, { 2, NAME##_4_2 } }
 #define TILES(TILE, ...)                                                                       \
     TILE(__VA_ARGS__, 1, 4) TILE(__VA_ARGS__, 2, 2) TILE(__VA_ARGS__, 3, 1)                    \
     TILE(__VA_ARGS__, 4, 1)
@@ -540,9 +548,9 @@ INLINE int32_t four(const int8_t *p)
     { { 4, NAME##_1_4 }, { 2, NAME##_2_2 }, { 1, NAME##_3_1 }, { 1, NAME##_4_1 } }
 #endif
 
-TILES(FLOAT_TILE, float32, float, PAIR_FLOAT32)
-TILES(FLOAT_TILE, bfloat16, uint16_t, PAIR_BFLOAT16)
-TILES(FLOAT_TILE, float16, uint16_t, PAIR_FLOAT16)
+FLOAT_TILES(FLOAT_TILE, float32, float, PAIR_FLOAT32)
+FLOAT_TILES(FLOAT_TILE, bfloat16, uint16_t, PAIR_BFLOAT16)
+FLOAT_TILES(FLOAT_TILE, float16, uint16_t, PAIR_FLOAT16)
 TILES(INTEGER_TILE, int8, INT8, 0)
 TILES(INTEGER_TILE, int8_minimum, INT8_MINIMUM, 0)
 TILES(INTEGER_TILE, int4_minimum, INT4_MINIMUM, 0)
@@ -555,7 +563,7 @@ typedef struct {
 } tile;
 
 static const tile TILES_OF[8][MOST_ROWS] = {
-    ALL(float32), ALL(bfloat16), ALL(float16), ALL(int8), ALL(int8_minimum), ALL(int4_minimum),
+    ALL_FLOAT(float32), ALL_FLOAT(bfloat16), ALL_FLOAT(float16), ALL(int8), ALL(int8_minimum), ALL(int4_minimum),
     ALL(wide_int8_minimum), ALL(wide_int4_minimum),
 };
 
