@@ -104,13 +104,18 @@ def uncached(module: Any, ids: list[int]) -> torch.Tensor:
         return module(torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
-def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
-    """The tokens on the path from a tree's root to `node`."""
+def nodes_to(parents: list[int], node: int) -> list[int]:
+    """The nodes on the path from a tree's root to `node`."""
     path: list[int] = []
     while node >= 0:
-        path.insert(0, tokens[node])
+        path.insert(0, node)
         node = parents[node]
     return path
+
+
+def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
+    """The tokens on the path from a tree's root to `node`."""
+    return [tokens[each] for each in nodes_to(parents, node)]
 
 
 def check(
@@ -127,9 +132,16 @@ def check(
     tree (`tokens`, `parents`), from row `start` on.
     """
     assert logits.shape[0] == len(tokens) + 1 - start
-    for index in range(start, len(tokens) + 1):
-        expected = uncached(module, context.ids + path_to(tokens, parents, index - 1))
-        assert torch.allclose(logits[index - start], expected, atol=TOLERANCE, rtol=1e-4), index
+    # a pass over a path gives the logits after each of its nodes
+    for leaf in sorted({*range(len(tokens))} - {*parents}) or [-1]:
+        nodes = nodes_to(parents, leaf)
+        ids = context.ids + [tokens[node] for node in nodes]
+        with torch.no_grad():
+            rows = module(torch.tensor([ids]), use_cache=False).logits[0, len(context) - 1 :]
+        for node, expected in zip([-1, *nodes], rows, strict=True):
+            if node + 1 >= start:
+                found = logits[node + 1 - start]
+                assert torch.allclose(found, expected, atol=TOLERANCE, rtol=1e-4), node + 1
 
 
 def random_tree(rng: random.Random, size: int) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from runner_checks import LAYERED, check, path_to, quick, random_path, random_tr
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import eagle
+from specgen.engine.parts import eagle, published_heads
 from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
@@ -33,6 +33,14 @@ KEYS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
     "smollm3": {"no_rope_layers": [1, 1, 0]},
 }
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an EAGLE head feeds back is measured on a short text."""
+    monkeypatch.setattr(published_heads, "TRIAL_TEXT", eagle.TRIAL_TEXT[:60])
+
+
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {}),
     ("eagle1", {"qkv_bias": True, "head_layers": 2, "own_embedding": True}),

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from native_models import BOUNDARY, make, save, variant
 from native_models import load as load_variant
 from part_references import Part
-from runner_checks import CPU, OTHER, InterruptAt, four_layers, path_to, random_path
+from runner_checks import CPU, OTHER, InterruptAt, four_layers, nodes_to, random_path
 from static_checks import RecordedGraphs, random_model
 from translated_pairs import permuted
 
@@ -279,41 +279,41 @@ class Calls(RuleBasedStateMachine):
             runner.logits(context, tokens[:begun], parents[:begun])
         found = runner.logits(context, tokens, parents, start=begun).logits
         assert len(found) == len(tokens) + 1 - begun
-        for row in rng.sample(range(len(found)), min(2, len(found))):
-            self.check(found[row], number, context, tokens, parents, row + begun - 1)
+        # those from which nothing grows; the first of them may lie before what was asked for
+        leaves = sorted({*range(begun - 1, len(tokens))} - {*parents}) or [begun - 1]
+        self.check(found, number, context, tokens, parents, rng.choice(leaves), begun)
         if accepted is not None:
             path = random_path(random.Random(accepted), parents)
             self.extend(at, [*(tokens[node] for node in path), 3 + accepted % 30])
             for number, runner in list(enumerate(self.made.runners))[:: 1 if accepted % 2 else -1]:
-                self.check(
-                    runner.logits(self.contexts[at]).logits[0],
-                    number,
-                    self.contexts[at],
-                    [],
-                    [],
-                    -1,
-                )
+                found = runner.logits(self.contexts[at]).logits
+                self.check(found, number, self.contexts[at], [], [], -1, 0)
 
     def check(
         self,
-        row: torch.Tensor,
+        found: torch.Tensor,
         which: int,
         context: Context,
         tokens: list[int],
         parents: list[int],
-        node: int,
+        leaf: int,
+        start: int,
     ) -> None:
+        """The logits after the nodes on the path to `leaf`, as far as `found` has them: it begins
+        with row `start`."""
+        nodes = nodes_to(parents, leaf)
+        rows = [node + 1 - start for node in (-1, *nodes) if node + 1 >= start]
         self.reference.clear()
         same = Context(context.ids[: context.prompt_length])
         same.extend(context.ids[context.prompt_length :])
         expected = (
             self.reference.runners[which]
-            .logits(same, path_to(tokens, parents, node))
-            .logits[-1]
+            .logits(same, [tokens[node] for node in nodes])
+            .logits[-len(rows) :]
             .cpu()
         )
         largest = float(expected[expected.isfinite()].abs().max())
-        torch.testing.assert_close(row.cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
+        torch.testing.assert_close(found[rows].cpu(), expected, rtol=1e-4, atol=1e-4 * max(largest, 2.0))
 
     @rule(at=st.integers(0, 1), drawn=st.integers(0, 2**32))
     def extend_far(self, at: int, drawn: int) -> None:
