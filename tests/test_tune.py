@@ -66,6 +66,13 @@ def near(pair_of: PairOf) -> Pair:
     return pair_of("llama", "near")
 
 
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real runs end after a few turns: on tiny models and on a clock that counts its readings,
+    fifty show no more."""
+    monkeypatch.setattr(tuner, "MOST_REPEATS", 4)
+
+
 def request(readings: float, names: list[str] | None = None, **given: Any) -> TuningRequest:
     """A request with time for so many readings of a clock on which each takes a second, whatever
     the machine's speed."""
