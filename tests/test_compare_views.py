@@ -4,13 +4,15 @@ fastest, styles, the page's HTML."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from comparisons import comparison, report_of, results_of, run, shown, usual
 
+from specgen.base.types import SamplingParams
 from specgen.compare.results import method_results, ranked
 from specgen.compare.verdict import Difference
-from specgen.view.comparison import picture, speed_table
+from specgen.view.comparison import headline, picture, speed_table
 from specgen.view.pages import comparison_page
 
 
@@ -43,6 +45,14 @@ def test_the_result_in_plain_words(methods: dict[str, list[float]], said: str) -
     text = " ".join(shown(results, 200))
     assert said in text
     assert ("Too close" in said) == ("Too close" in text)
+
+
+def test_the_filters_that_cut_tokens_are_named() -> None:
+    results = usual()
+    sampling = SamplingParams(temperature=0.5, top_p=0.9, top_k=2_000_000, min_p=0.1)
+    results.config = replace(results.config, sampling=sampling)
+    words = "temperature 0.5, top-p 0.9, top-k 2000000, min-p 0.1"
+    assert headline(report_of(results)).endswith(words)
 
 
 def test_a_broken_method_is_never_the_fastest() -> None:

@@ -30,6 +30,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.types import SamplingParams
 from specgen.engine import precision
 from specgen.engine.gguf import tensors
+from specgen.engine.gguf.architectures import ARCHITECTURES
 from specgen.engine.gguf.blocks import GgufTensor, read_tensor
 from specgen.engine.gguf.tensors import GgufTensors
 from specgen.engine.native.config_reading import read_config
@@ -63,6 +64,15 @@ KINDS = [
     *((family, kind) for family in FAMILIES for kind in ("F32", "Q8_0", "Q4_K")),
     *((family, "F32") for family in MORE_FAMILIES),
 ]
+
+
+def test_every_architecture_has_a_family() -> None:
+    families = {**FAMILIES, **MORE_FAMILIES}.values()
+    written = {family.architecture for family in families}
+    assert written == ARCHITECTURES.keys(), (
+        "each of gguf.architectures.ARCHITECTURES needs an entry in FAMILIES or MORE_FAMILIES of "
+        "tests/gguf_models.py"
+    )
 
 
 @pytest.mark.parametrize(("family", "kind"), KINDS)

@@ -95,10 +95,10 @@ def test_where_drafts_end(
 ) -> None:
     assert (drafted(policy, signal, *values), policy.reason) == (length, reason)
     with pytest.raises(
-        LookupError, match=r"reads the signal '\w+', which was not computed \(computed: margin\)"
+        LookupError, match=r"reads the signal '\w+', which was not computed \(computed: other\)"
     ):
         # as false, the draft would never stop
-        policy.keep_drafting(DraftedToken(1, {"margin": 0.5}))
+        policy.keep_drafting(DraftedToken(1, {"other": 0.5}))
 
 
 def test_lengths_and_thresholds_follow_what_was_accepted() -> None:

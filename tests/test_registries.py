@@ -13,14 +13,17 @@ from typer.testing import CliRunner
 
 from specgen import decoding, methods
 from specgen.base.errors import SpecgenError
+from specgen.base.part_kinds import EXIT, HEADS
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.options import TUNE_ROWS
 from specgen.cli.trainable import TRAINABLE
 from specgen.decoding.policy_base import DraftedToken, LengthPolicy
+from specgen.engine.parts import published_heads
 from specgen.methods.base import Method
 from specgen.methods.sd import SpeculativeDecoding
+from specgen.models import parts
 from specgen.tune import outcome
 
 
@@ -86,6 +89,11 @@ def test_the_parts_of_a_run_are_listed_alike_for_type_checkers_and_for_imports()
         for alias in node.names
     }
     assert typed == decoding._MODULES, "decoding/__init__.py lists each part twice"
+
+
+def test_every_kind_of_head_has_files_and_runners() -> None:
+    assert published_heads._LAYOUTS.keys() == set(HEADS)
+    assert parts._MODULES.keys() == {EXIT, *HEADS}
 
 
 def test_what_can_be_trained_is_named_in_the_help() -> None:
