@@ -6,8 +6,8 @@ installed, of llama.cpp.
 
 All run the same model on the same chat prompts, three of which are answered by copying from them.
 The programs take turns; the figures are medians over prompts and repeats, of decoding alone, and
-relative to transformers' `generate` in float32. llama.cpp reads the published file; it is left out
-without the package `llama-cpp-python`.
+relative to transformers' `generate` in float32. llama.cpp reads the published file, and the same
+values as Q8_0 and F16; it is left out without the package `llama-cpp-python`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,13 @@ def transformers_speed(module: Any, prompt: Sequence[int], *, count: int, **opti
 
 
 def specgen_ways(dtypes: Sequence[str], count: int) -> dict[str, Way]:
+    """`file` among the dtypes is the published file as it is."""
     ways: dict[str, Way] = {}
     for dtype in dtypes:
-        pair = specgen.load(str(target_folder()), device="cpu", dtype=dtype)
+        model, own = str(target_folder()), dtype
+        if dtype == "file":
+            model, own = str(gguf_file()), "auto"
+        pair = specgen.load(model, device="cpu", dtype=own)
         for method in METHODS:
             ways[f"specgen {method}, {dtype}"] = partial(specgen_speed, pair, method, count=count)
     return ways
@@ -103,8 +107,37 @@ def llama_ways(threads: int, count: int, vocabulary: int) -> dict[str, Way]:
 
     file = gguf_file()
     assert file is not None
-    model = Llama(file, threads, vocabulary)
-    return {"llama.cpp, the file (Q4_1)": partial(llama_plain, model, count=count)}
+    files = {"the file (Q4_1)": file}
+    for kind in ("Q8_0", "F16"):
+        files[kind] = target_folder().with_name(f"{kind}.gguf")
+        write_as(file, files[kind], kind)
+    return {
+        f"llama.cpp, {name}": partial(llama_plain, Llama(path, threads, vocabulary), count=count)
+        for name, path in files.items()
+    }
+
+
+def write_as(source: Path, path: Path, kind: str) -> None:
+    """Writes a GGUF file with the values of `source` and its matrices in another type."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    own = reader.fields["general.architecture"]
+    writer = gguf.GGUFWriter(path, own.contents())
+    for field in reader.fields.values():
+        if field is own or field.name.startswith("GGUF."):
+            continue
+        inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        own_type = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else kind]
+        content = gguf.quants.quantize(values, own_type)
+        writer.add_tensor(tensor.name, content, raw_dtype=own_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def main() -> None:
@@ -115,7 +148,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--dtypes", default="float32,bfloat16,int8", help="of specgen, comma-separated"
+        "--dtypes",
+        default="float32,int8,file",
+        help="of specgen, comma-separated; file: the published file as it is",
     )
     options = parser.parse_args()
     if gguf_file() is None:
