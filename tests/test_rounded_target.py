@@ -14,7 +14,7 @@ from tuning_helpers import outcome
 
 import specgen
 from specgen.base.errors import SpecgenError
-from specgen.base.types import SamplingParams
+from specgen.base.types import Context, SamplingParams
 from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost
@@ -58,6 +58,21 @@ def test_every_method_gives_the_rounded_targets_own_tokens(
                 )
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_without_kernels_a_tokens_logits_are_the_same_in_a_chain_and_in_a_tree() -> None:
+    """Torch computes; attention in float64 hides in which order the keys stand."""
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(10, 3000, (66,), generator=generator).tolist()
+    context, drafted = Context(ids[:60]), ids[60:]
+    with specgen.load(device="cpu", dtype="int8") as pair:
+        runner = pair.target.runner()
+        chain = runner.logits(context, drafted[1::2]).logits.clone()
+        runner.clear_cache()
+        # the chain's tokens with others between them
+        tree = runner.logits(context, drafted, parents=[-1, -1, 0, 1, 1, 3]).logits
+        assert torch.equal(tree[[0, 2, 4, 6]], chain)
 
 
 def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -> None:

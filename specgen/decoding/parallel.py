@@ -132,13 +132,13 @@ class Parallel:
             known = self.drafter.first(lead)
             run.clock.lap("draft")
 
-        output = _target_pass(run, known)
+        output, width = _target_pass(run, known)
         draft = self._finish_beside(run, window)
         run.clock.lap("draft")
 
         first = draft.part(0, len(known))
         round_, unverified = _verify(run, "pre-verify", first, draft.part(len(known)), output)
-        self._compare(len(output.logits), round_.seconds["verify"], len(draft.tokens))
+        self._compare(width, round_.seconds["verify"], len(draft.tokens))
         return round_, unverified
 
     def _post_verify(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
@@ -148,14 +148,14 @@ class Parallel:
         if self.post_verify:
             window = self._start(run, unverified, self.window.beside(len(unverified.tokens) + 1))
 
-        output = _target_pass(run, unverified.tokens)
+        output, width = _target_pass(run, unverified.tokens)
         fresh = Draft(stop_reason=unverified.stop_reason)
         if window:
             fresh = self._finish_beside(run, window)
         run.clock.lap("draft")
 
         round_, following = _verify(run, "post-verify", unverified, fresh, output)
-        self._compare(len(output.logits), round_.seconds["verify"], len(fresh.tokens))
+        self._compare(width, round_.seconds["verify"], len(fresh.tokens))
         return round_, following
 
     def _compare(self, width: int, seconds: float, drafted: int) -> None:
@@ -194,13 +194,13 @@ class Parallel:
         return replace(draft, stop_reason=f"window {window}") if filled else draft
 
 
-def _target_pass(run: Run, drafted: Sequence[int]) -> ModelOutput:
+def _target_pass(run: Run, drafted: Sequence[int]) -> tuple[ModelOutput, int]:
     """Returns the target's logits after the context and after each of the drafted tokens, but after
-    none that can only be the output's last."""
+    none that can only be the output's last; and the number of tokens that the pass was over."""
     inputs = drafted[: run.remaining - 1]
     output = run.target.logits(run.context, inputs, range(-1, len(inputs) - 1))
     run.clock.lap("verify", on_device=True)
-    return output
+    return output, 1 + len(inputs)
 
 
 def _verify(
