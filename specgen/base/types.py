@@ -47,7 +47,7 @@ class SamplingParams:
     keeps the whole vocabulary.
 
     `min_p` cuts the tokens whose probability is less than this share of the likeliest token's.
-    `seed` None stands for a random seed. `stop` are strings that end the generated text;
+    `seed` None: a random seed. `stop` are strings that end the generated text;
     `ignore_eos` generates on after an end-of-sequence token. Raises SpecgenError for a value out of
     range.
     """

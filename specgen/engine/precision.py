@@ -72,8 +72,7 @@ def choose_precisions(
     """Returns the precision of a target and, if `models` has a second one, of its draft model.
     `devices` are the models' devices.
 
-    Raises SpecgenError as `choose_precision`
-    and `choose_draft_precision` do.
+    Raises SpecgenError as `choose_precision` and `choose_draft_precision` do.
     """
     target, *drafts = models
     own, of_draft = options.dtype, options.draft_dtype
@@ -153,11 +152,12 @@ def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Prec
     """Returns the precision of a model that is run in the dtype named `name`. `auto` is float32 on
     a CPU, and elsewhere the dtype of the weights.
 
-    On a CPU, `auto` is the dtype of the weights too if they would take too much of the machine's
-    memory in float32, and bfloat16 for a quantised GGUF file; the `warning` says so. If a
-    checkpoint is quantised, its quantised weights stay as they are stored: the dtype is that of the
-    other weights and of the computation. (Those of a GGUF file are converted.) Raises SpecgenError
-    for an unknown name, and if weights are quantised in a format that cannot be loaded here.
+    On a CPU with our own kernels, `auto` leaves the matrices of a quantised GGUF file as they are
+    (`stored_type`). If the weights would take too much of a CPU machine's memory, `auto` is their
+    dtype, bfloat16 for a quantised GGUF file; the `warning` says so. If another checkpoint is
+    quantised, its quantised weights stay as they are stored: the dtype is that of the other weights
+    and of the computation. Raises SpecgenError for an unknown name, and if weights are quantised in
+    a format that cannot be loaded here.
     """
     dequantises = model.dequantises_on(device)
     if name == "int8":

@@ -172,12 +172,7 @@ class WeightFiles:
         same as the file."""
         if not self._is_gguf:
             return self.take(name)
-        self._check_complete([name])
-        with reading_weights(self.owner):
-            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_matrix(
-                self._keys[name], exact=exact
-            )
-        return tensor
+        return self._read(name, lambda file, key: file.get_matrix(key, exact=exact))
 
     def take_integers(self, name: str) -> torch.Tensor:
         """Returns a vector of integers or booleans as int64 on the CPU. Raises SpecgenError if the
@@ -189,12 +184,15 @@ class WeightFiles:
         return tensor.to("cpu", torch.int64)
 
     def _stored(self, name: str) -> torch.Tensor:
+        return self._read(name, lambda file, key: file.get_tensor(key))
+
+    def _read(self, name: str, read: Callable[[Any, str], torch.Tensor]) -> torch.Tensor:
+        """Returns what `read` makes of the opened file with the tensor `name`, and of its key
+        there."""
         self._check_complete([name])
         with reading_weights(self.owner):
-            tensor: torch.Tensor = self._file(self._paths[self._keys[name]]).get_tensor(
-                self._keys[name]
-            )
-        return tensor
+            key = self._keys[name]
+            return read(self._file(self._paths[key]), key)
 
     def take_part(self, name: str, dimension: int, ranges: Sequence[range]) -> torch.Tensor:
         """Returns those rows (`dimension` 0) or columns (1) of a tensor that are in `ranges`, as a

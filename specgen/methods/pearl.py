@@ -98,7 +98,7 @@ class Pearl(DraftModelMethod):
             request,
             setup,
             decoding.NoDrafter(),  # the schedule has the worker draft
-            policy=drafter.policy,  # stands for `policy`, which decides in the worker
+            policy=drafter.policy,  # a placeholder: in the worker, `policy` decides
             schedule=schedule,
             settings=times.settings,
             costs=times.checked_costs,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_LIKELY = 3  # methods that are really run first, besides plain decoding and the default
 BEHIND = 0.7  # settings that are slower than this share of the fastest known ones are far behind
-# A simulation ends when its settings would be far behind even with so many more accepted tokens.
+# A simulation ends when even this many more accepted tokens would leave its settings far behind.
 SLACK = 2
 LARGER_SLACK = 12  # for chains: some rejected drafts at the beginning do not end their simulation
 STRIKES = 4  # settings in a row that were far behind, after which a method is given up
@@ -96,7 +96,8 @@ class Prospects:
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 
     def can_reach(self, name: str, settings: Mapping[str, Value]) -> bool:
-        """Whether the settings would not be far behind if half of each draft were accepted.
+        """Whether the settings can keep up: they are not far behind if half of each draft is
+        accepted.
 
         This is known only of lookahead, whose passes run its whole window (W columns of N - 1
         tokens), whatever they accept.

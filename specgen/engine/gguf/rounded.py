@@ -27,11 +27,10 @@ from specgen.engine.gguf.blocks import (
     scales_and_minima,
     with_fifth_bits,
 )
-from specgen.engine.kernels.packing import GROUP, Rounded, rounded_to_8_bits
+from specgen.engine.kernels.packing import GROUP, LARGEST_INT4, Rounded, rounded_to_8_bits
 
 _FLOAT_BYTES = 4
 _ROW_BYTES_OF_GROUP = GROUP + 2 * _FLOAT_BYTES
-_LARGEST_INT4 = 15
 _SIGN = 128  # added to signed integers of 8 bits
 
 # integers [n, k * GROUP], scales [n, k] and minimums [n, k] of n blocks
@@ -153,7 +152,7 @@ def _narrowest(matrix: torch.Tensor) -> Rounded:
     if has_half and torch.equal(minimums, -_SIGN * scales):
         signed = (integers ^ _SIGN).view(torch.int8)
         return Rounded(signed.reshape(shape), in_half, None, elements, 8)
-    bits = 4 if int(integers.max()) <= _LARGEST_INT4 else 8
+    bits = 4 if int(integers.max()) <= LARGEST_INT4 else 8
     minimums_in_half = minimums.half()
     if has_half and torch.equal(minimums_in_half.float(), minimums):
         return Rounded(integers.reshape(shape), in_half, minimums_in_half, elements, bits)
@@ -165,5 +164,5 @@ def _narrowest(matrix: torch.Tensor) -> Rounded:
 def restored(matrix: torch.Tensor) -> torch.Tensor:
     """Returns the values [rows, columns] of a matrix of bytes in float32."""
     integers, scales, minimums = _parts(matrix)
-    groups = integers.reshape(len(matrix), -1, GROUP).double()
-    return (groups * scales[..., None] + minimums[..., None]).float().flatten(1)
+    groups = integers.reshape(len(matrix), -1, GROUP)
+    return Rounded(groups, scales, minimums, integers.shape[1], 8).restored()

@@ -296,7 +296,7 @@ static void in_threads(chunk_function function, void *arguments, long chunks)
 /* Memory of one thread, kept from call to call. */
 static void *scratch(int slot, size_t bytes)
 {
-    static _Thread_local struct { void *memory; size_t bytes; } kept[4];
+    static _Thread_local struct { void *memory; size_t bytes; } kept[2];
     if (kept[slot].bytes < bytes) {
         free(kept[slot].memory);
         kept[slot].bytes = 0;
@@ -563,8 +563,14 @@ typedef struct {
 } tile;
 
 static const tile TILES_OF[8][MOST_ROWS] = {
-    ALL_FLOAT(float32), ALL_FLOAT(bfloat16), ALL_FLOAT(float16), ALL(int8), ALL(int8_minimum), ALL(int4_minimum),
-    ALL(wide_int8_minimum), ALL(wide_int4_minimum),
+    ALL_FLOAT(float32),
+    ALL_FLOAT(bfloat16),
+    ALL_FLOAT(float16),
+    ALL(int8),
+    ALL(int8_minimum),
+    ALL(int4_minimum),
+    ALL(wide_int8_minimum),
+    ALL(wide_int4_minimum),
 };
 
 static long padded_blocks(const matrix *weight)
@@ -796,9 +802,8 @@ typedef struct {
     const float *sinks;
     float *output;
     long output_stride;
+    atomic_int failed; /* memory was missing in a thread */
 } attention_call;
-
-#define MOST_SIZE 512 /* elements of a head */
 
 INLINE long slot_of(const seen_slots *seen, const int32_t *others, long index)
 {
@@ -895,19 +900,17 @@ ATTEND(2)
 ATTEND(3)
 ATTEND(4)
 
-static _Atomic int failed; /* memory was missing in a thread */
-
 static void attention_chunk(void *arguments, long chunk)
 {
     static int (*const FUNCTIONS[4])(const attention_call *, long, long, long)
         = { attend_1, attend_2, attend_3, attend_4 };
-    const attention_call *call = arguments;
+    attention_call *call = arguments;
     long kv_head = chunk / call->rows;
     long row = chunk % call->rows;
     long group = call->heads / call->kv_heads;
     for (long done = 0; done < group; done += 4) {
         long count = group - done < 4 ? group - done : 4;
-        if (FUNCTIONS[count - 1](call, row, kv_head, kv_head * group + done)) failed = 1;
+        if (FUNCTIONS[count - 1](call, row, kv_head, kv_head * group + done)) call->failed = 1;
     }
 }
 
@@ -921,10 +924,9 @@ EXPORT int attention(const float *queries, long rows, long query_stride, long he
                      const float *sinks, float *output, long output_stride)
 {
     attention_call call = { queries, rows, query_stride, heads, kv_heads, size, keys, values,
-                            head_stride, seen, others, scale, cap, sinks, output, output_stride };
-    failed = 0;
+                            head_stride, seen, others, scale, cap, sinks, output, output_stride, 0 };
     in_threads(attention_chunk, &call, rows * kv_heads);
-    return failed ? -1 : 0;
+    return call.failed ? -1 : 0;
 }
 
 /* ------------------------------------------------------------------ gated activations */

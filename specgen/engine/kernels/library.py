@@ -113,8 +113,8 @@ class Library:
 
 
 def kernels() -> Library | None:
-    """Returns the kernels; None where there are none (see `why_none`). The first call may compile
-    them.
+    """Returns the kernels; None where there are none: `why_none` says why. The first call may
+    compile them.
 
     Raises SpecgenError if the environment variable `SPECGEN_KERNELS` names no kind, or one that
     this processor cannot run.
@@ -163,6 +163,7 @@ def available_instructions() -> list[str]:
     return [name for name, needed in INSTRUCTIONS.items() if needed.features <= features]
 
 
+@cache
 def _features() -> frozenset[str]:
     """Returns what Linux says that all processors of this machine have."""
     try:
@@ -229,7 +230,7 @@ def _path(instructions: str) -> Path:
 def _folder() -> Path:
     """Returns the folder of compiled kernels, which is made if it is missing.
 
-    Raises UnavailableError unless it belongs to this user and nobody else may write to it.
+    Raises UnavailableError if it belongs to another user, or if others may write to it.
     """
     folder = cache_folder() / "kernels"
     try:
@@ -242,8 +243,8 @@ def _folder() -> Path:
 
 
 def _check_owner(path: Path) -> None:
-    """Raises UnavailableError unless `path` belongs to this user and nobody else may write to
-    it."""
+    """Raises UnavailableError if `path` is a symbolic link or belongs to another user, or if others
+    may write to it."""
     try:
         status = path.lstat()
     except OSError as error:

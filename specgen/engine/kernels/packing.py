@@ -24,7 +24,7 @@ _INT8 = 3
 _INT8_MINIMUM = 4
 _INT4_MINIMUM = 5
 _WIDER = 2  # added to the last two: scales and minimums in float32
-_LARGEST_INT4 = 15
+LARGEST_INT4 = 15
 
 
 class Rounded(NamedTuple):
@@ -57,7 +57,7 @@ class Rounded(NamedTuple):
 def rounded_to_8_bits(weight: Tensor) -> Rounded:
     """Rounds a weight [out, in] to the values of GGUF's Q8_0: integers from -127 to 127 and a
     scale in half precision for each group."""
-    groups = _groups(weight)
+    groups = in_groups(weight)
     largest = groups.abs().amax(2)
     scales = (largest / 127).half()
     # by the scale before it is rounded, as llama.cpp does
@@ -69,19 +69,19 @@ def rounded_to_8_bits(weight: Tensor) -> Rounded:
 def rounded_to_4_bits(weight: Tensor) -> Rounded:
     """Rounds a weight [out, in] to the values of GGUF's Q4_1: integers from 0 to 15, and a scale
     and a minimum in half precision for each group."""
-    groups = _groups(weight)
+    groups = in_groups(weight)
     minimums = groups.amin(2)
-    steps = (groups.amax(2) - minimums) / _LARGEST_INT4
+    steps = (groups.amax(2) - minimums) / LARGEST_INT4
     inverse = torch.where(steps > 0, 1 / steps, 0.0)
     integers = ((groups - minimums[..., None]) * inverse[..., None] + 0.5).to(torch.uint8)
-    integers.clamp_(max=_LARGEST_INT4)
+    integers.clamp_(max=LARGEST_INT4)
     return Rounded(integers, steps.half(), minimums.half(), weight.shape[1], 4)
 
 
-def _groups(weight: Tensor) -> Tensor:
-    """Returns a weight [out, in] in float32 as [out, groups, GROUP], padded with zeros."""
-    padding = -weight.shape[1] % GROUP
-    return pad(weight.float(), (0, padding)).view(weight.shape[0], -1, GROUP)
+def in_groups(rows: Tensor) -> Tensor:
+    """Returns rows [n, in] in float32 as [n, groups, GROUP], padded with zeros."""
+    padding = -rows.shape[1] % GROUP
+    return pad(rows.float(), (0, padding)).view(rows.shape[0], -1, GROUP)
 
 
 class _Matrix(ctypes.Structure):
@@ -99,18 +99,21 @@ class _Matrix(ctypes.Structure):
 
 class PackedWeight:
     """A weight [`outputs`, `inputs`] in a layout of the kernels. `address` is that of C's
-    `matrix`, `nbytes` the memory of the weight."""
+    `matrix`."""
 
     def __init__(
-        self, kind: int, shape: tuple[int, int], data: Tensor, *others: Tensor | None
+        self,
+        kind: int,
+        shape: tuple[int, int],
+        data: Tensor,
+        scales: Tensor | None = None,
+        minimums: Tensor | None = None,
     ) -> None:
         self.outputs, self.inputs = shape
-        self._tensors = (data, *others)  # kept: C has their addresses
-        scales, minimums = (*others, None, None)[:2]
-        addresses = [None if part is None else part.data_ptr() for part in (data, scales, minimums)]
+        self._tensors = (data, scales, minimums)  # kept: C has their addresses
+        addresses = [None if part is None else part.data_ptr() for part in self._tensors]
         self._matrix = _Matrix(*addresses, self.inputs, self.outputs, kind)
         self.address = ctypes.addressof(self._matrix)
-        self.nbytes = sum(part.nbytes for part in self._tensors if part is not None)
 
 
 def pack_floats(weight: Tensor, library: Library) -> PackedWeight:

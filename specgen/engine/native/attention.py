@@ -326,6 +326,9 @@ class Attention:
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2), or value
         heads too (Gemma 4)."""
+        if self._kernels is not None and self._norm_over != "all":
+            self._kernels.norm_heads_(heads, weight, self._eps)
+            return heads
         part = heads.narrow(1, 0, weight.shape[0])
         if self._norm_over != "all":
             normed = functional.rms_norm(part, part.shape[-1:], None, self._eps)

@@ -23,7 +23,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from specgen.base.types import QUANTISED
 from specgen.engine.gguf.rounded import as_rounded, restored
@@ -32,6 +31,7 @@ from specgen.engine.kernels.packing import (
     GROUP,
     PackedWeight,
     Rounded,
+    in_groups,
     pack_floats,
     pack_rounded,
     rounded_to_4_bits,
@@ -134,31 +134,28 @@ class KernelLinear(Linear):
         scale: float,
     ) -> None:
         self._kernels = kernels
-        self._weight = weights[0]
-        self._others = weights[1:]
-        self._bias = None if bias is None else bias.float().contiguous()
         self._scale = scale
+        # the outputs of each run, its weight and its bias
+        self._runs: list[tuple[slice, PackedWeight, Tensor | None]] = []
+        first = 0
+        for weight in weights:
+            own = slice(first, first + weight.outputs)
+            own_bias = None if bias is None else bias[own].float().contiguous()
+            self._runs.append((own, weight, own_bias))
+            first = own.stop
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._others:
-            return self._kernels.product(self._weight, x, self._bias)
-        outputs = sum(weight.outputs for weight in (self._weight, *self._others))
-        return self._added(x.new_zeros(x.shape[0], outputs), x, 1.0)
+        if len(self._runs) == 1:
+            _, weight, bias = self._runs[0]
+            return self._kernels.product(weight, x, bias)
+        return torch.cat(
+            [self._kernels.product(weight, x, bias) for _, weight, bias in self._runs], dim=1
+        )
 
     def add_to(self, hidden: Tensor, x: Tensor) -> Tensor:
-        return self._added(hidden, x, self._scale)
-
-    def _added(self, hidden: Tensor, x: Tensor, scale: float) -> Tensor:
-        """Returns `hidden`, to which the products with all weights are added."""
-        if not self._others:
-            self._kernels.add_product(hidden, self._weight, x, self._bias, scale)
-            return hidden
-        first = 0
-        for weight in (self._weight, *self._others):
-            own = slice(first, first + weight.outputs)
-            bias = None if self._bias is None else self._bias[own]
-            self._kernels.add_product(hidden[:, own], weight, x, bias, scale)
-            first += weight.outputs
+        for own, weight, bias in self._runs:
+            outputs = hidden if len(self._runs) == 1 else hidden[:, own]
+            self._kernels.add_product(outputs, weight, x, bias, self._scale)
         return hidden
 
 
@@ -318,9 +315,9 @@ class RoundedLinear(Linear):
 
 
 def rounded_activations(x: Tensor) -> Tensor:
-    """Returns activations [n, in] rounded to 8 bits in groups of `GROUP`, in float64. [n, in
-    padded to groups]."""
-    groups = pad(x, (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
+    """Returns activations [n, in] rounded to 8 bits in groups of `GROUP`: float64 [n, in padded to
+    whole groups]."""
+    groups = in_groups(x)
     largest = groups.abs().amax(2, keepdim=True)
     integers = (groups * torch.where(largest > 0, 127 / largest, 0.0)).round_()
     return (integers.double() * (largest / 127).double()).flatten(1)
