@@ -21,6 +21,7 @@ from specgen.engine.forward_pass import (
 
 # kinds of layers that keep a state in place of keys and values
 STATE_TYPES = ("linear_attention", "conv")
+ALL_OPERATORS = ("all operators",)  # of `Model.on_torch`
 NO_LIMIT = 1 << 30  # tokens; the context length of a model whose config states none
 
 
@@ -213,6 +214,11 @@ class Model(Protocol):
 
         `is_raw`: without the factor and the cap that some models apply to them.
         """
+        ...
+
+    def on_torch(self) -> tuple[str, ...]:
+        """Returns the operators of a pass that torch computes, as plain names; empty if our own
+        kernels compute all of it, and `ALL_OPERATORS` if they compute nothing."""
         ...
 
     def check_layers(self, feature: str) -> None:

@@ -237,6 +237,10 @@ class Attention:
         self.qkv = make_linear(weights.qkv, weights.qkv_bias, 1.0)
         self.output = make_linear(weights.output, weights.output_bias, architecture.residual_scale)
 
+    @property
+    def on_torch(self) -> tuple[str, ...]:
+        return ("gates of attention",) if self._is_gated else ()
+
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._size)
         if not self._is_gated:
@@ -323,11 +327,23 @@ class Attention:
             )
         return attend_batch(query, keys, values, mask, self._score_cap, self._sinks).flatten(0, 1)
 
+    def _norm_by_kernels(self, kernels: Kernels, heads: torch.Tensor, weight: torch.Tensor) -> None:
+        """Does what `normed_heads` does, in place."""
+        if self._norm_over != "all":
+            kernels.norm_heads_(heads, weight, self._eps)
+            return
+        first = 0
+        for count in (self._heads, self._kv_heads):
+            last = first + count
+            joined = heads[:, first:last].view(len(heads), 1, -1)  # one head of the size of all
+            kernels.norm_heads_(joined, weight[first:last].view(1, -1), self._eps)
+            first = last
+
     def normed_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns the heads with query and key heads normalised (Qwen 3, Gemma 3, OLMo 2), or value
         heads too (Gemma 4)."""
-        if self._kernels is not None and self._norm_over != "all":
-            self._kernels.norm_heads_(heads, weight, self._eps)
+        if self._kernels is not None:
+            self._norm_by_kernels(self._kernels, heads, weight)
             return heads
         part = heads.narrow(1, 0, weight.shape[0])
         if self._norm_over != "all":

@@ -267,6 +267,8 @@ class Experts:
     differentiable.
     """
 
+    on_torch = ("choice of experts", "products of experts", "weighted sums of experts")
+
     def __init__(
         self, architecture: Architecture, weights: ExpertWeights, make_linear: MakeLinear
     ) -> None:

@@ -80,10 +80,14 @@ class Branch(Protocol):
 
     A call computes, from the normed residual stream `x` [batch * rows, width], the input of the
     branch's last linear layer, `output`. The layer calls `output`, applies a norm if the model has
-    one there, and adds the result.
+    one there, and adds the result. `on_torch` names what torch computes in it where our own kernels
+    compute the rest.
     """
 
     output: Linear
+
+    @property
+    def on_torch(self) -> tuple[str, ...]: ...
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor: ...
 
@@ -161,10 +165,21 @@ class NativeLayer:
             gated = self._activation(gate(hidden)) * move(
                 inputs.per_layer[:, self._index], hidden.device
             )
-            hidden = hidden.add_(
-                functional.rms_norm(projection(gated), norm.shape, norm, self._eps)
-            )
+            hidden = hidden.add_(_normed(self._eps, norm, projection(gated)))
         return hidden if self._scalar == 1.0 else hidden.mul_(self._scalar)
+
+    @property
+    def on_torch(self) -> tuple[str, ...]:
+        """What torch computes in the layer where our own kernels compute the rest, as plain
+        names."""
+        names = [*self.mixer.on_torch, *self.mlp.on_torch]
+        if self._attention_post_norm is not None or self._mlp_post_norm is not None:
+            names.append("additions of normed outputs")
+        if self._own_norm is not None:
+            names.append("gates of the layers' own embeddings")
+        if self._scalar != 1.0:
+            names.append("factors of layers")
+        return tuple(names)
 
     def _added(
         self,
@@ -179,6 +194,6 @@ class NativeLayer:
             return branch.output.add_to(hidden, x)
         # in training, products are in bfloat16 and norms in float32
         added = branch.output(x).to(post_norm.dtype)
-        added = functional.rms_norm(added, post_norm.shape, post_norm, self._eps)
+        added = _normed(self._eps, post_norm, added)
         add = hidden.add if torch.is_grad_enabled() else hidden.add_
         return add(added, alpha=self._scale)

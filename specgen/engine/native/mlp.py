@@ -110,6 +110,8 @@ def read_mlp(
 class DenseMLP:
     """The MLP activation(gate) * up. A `Branch`."""
 
+    on_torch = ()
+
     def __init__(
         self, architecture: Architecture, weights: MLPWeights, make_linear: MakeLinear
     ) -> None:

@@ -8,6 +8,7 @@ weight is in memory twice for long.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,7 @@ from specgen.engine.forward_pass import (
 )
 from specgen.engine.gguf.rounded import restored
 from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.model import ALL_OPERATORS
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
@@ -227,6 +229,18 @@ class NativeModel:
         padded = self.inputs.with_padding(hidden, self.inputs.padded(hidden.shape[0]))
         logits = self.outer.head(padded)[: hidden.shape[0]]
         return logits if is_raw else final_logits(self.architecture, logits)
+
+    def on_torch(self) -> tuple[str, ...]:
+        if self.kernels is None:
+            return ALL_OPERATORS
+        counts = Counter(name for layer in self.layers for name in layer.on_torch)
+        total = len(self.layers)
+        names = [f"{name} ({count} of {total} layers)" for name, count in counts.items()]
+        if self.outer.own_embeddings is not None:
+            names.append("sums of the layers' own embeddings")
+        if self.architecture.logit_scale != 1.0 or self.architecture.logit_cap is not None:
+            names.append("factor and cap of the logits")
+        return tuple(names)
 
     def check_layers(self, feature: str) -> None:
         """Does nothing: the layers can always be run one by one."""

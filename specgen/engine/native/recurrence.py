@@ -171,6 +171,13 @@ class RecurrentMixer:
 class DeltaNet(RecurrentMixer):
     """A gated delta rule after a short convolution (Qwen3-Next). A `Branch`."""
 
+    on_torch = (
+        "short convolutions",
+        "states of the delta rule",
+        "decays and gates of the delta rule",
+        "norms of the delta rule's heads",
+    )
+
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         steps, states = inputs.recurrent_inputs
         sizes = self._architecture.recurrent
@@ -201,6 +208,8 @@ class DeltaNet(RecurrentMixer):
 
 class ShortConv(RecurrentMixer):
     """A short convolution with gates on its input and its output (LFM2). A `Branch`."""
+
+    on_torch = ("short convolutions", "gates of short convolutions")
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         steps, states = inputs.recurrent_inputs

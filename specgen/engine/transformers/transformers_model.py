@@ -28,7 +28,7 @@ from specgen.engine.forward_pass import (
     LayerCall,
     ModelOutput,
 )
-from specgen.engine.model import ModelShape, of_transformers
+from specgen.engine.model import ALL_OPERATORS, ModelShape, of_transformers
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.attention_mask import AttentionMask, pass_mask
 from specgen.engine.native.config_reading import read_architecture
@@ -248,6 +248,9 @@ class TransformersModel:
     # some of the layers
 
     @inference
+    def on_torch(self) -> tuple[str, ...]:
+        return ALL_OPERATORS
+
     def check_layers(self, feature: str, *, last_states_only: bool = False) -> None:
         """Raises SpecgenError if the layers, run one by one, do not give the model's own logits.
         `feature` needs this, in the message. With `last_states_only`, it needs only the hidden
