@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.kernels import library as kernel_library
+from specgen.engine.kernels import packing
 from specgen.engine.kernels.library import (
     INSTRUCTIONS,
     UnavailableError,
@@ -307,6 +309,18 @@ def test_quality_of_rounding() -> None:
     steps = (groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15
     error = (in_4_bits - weight).view_as(groups).abs()
     assert bool((error <= 0.51 * steps + 0.002 * groups.abs().amax(2, keepdim=True)).all())
+
+
+@pytest.mark.parametrize("round_weight", [rounded_to_8_bits, rounded_to_4_bits])
+def test_a_large_weight_is_rounded_in_parts(
+    monkeypatch: pytest.MonkeyPatch, round_weight: Callable[[Tensor], Rounded]
+) -> None:
+    weight = random(70, 96)
+    at_once = round_weight(weight)
+    monkeypatch.setattr(packing, "_AT_ONCE", 32 * 96)  # three parts, the last one smaller
+    in_parts = round_weight(weight)
+    assert in_parts.inputs == at_once.inputs
+    assert torch.equal(in_parts.restored(), at_once.restored())
 
 
 FORKED = """

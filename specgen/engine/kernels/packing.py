@@ -17,7 +17,7 @@ from specgen.engine.kernels.library import Library
 
 GROUP = 32  # elements that share a scale
 _BLOCKS = 4  # a packed weight has a multiple of this many blocks of outputs
-_AT_ONCE = 1 << 21  # elements that are packed at once, so that copies stay small
+_AT_ONCE = 1 << 18  # elements that are rounded or packed at once, so that copies stay small
 
 _FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8 = 3
@@ -57,6 +57,31 @@ class Rounded(NamedTuple):
 def rounded_to_8_bits(weight: Tensor) -> Rounded:
     """Rounds a weight [out, in] to the values of GGUF's Q8_0: integers from -127 to 127 and a
     scale in half precision for each group."""
+    return _rounded_in_parts(weight, _rows_in_8_bits)
+
+
+def rounded_to_4_bits(weight: Tensor) -> Rounded:
+    """Rounds a weight [out, in] to the values of GGUF's Q4_1: integers from 0 to 15, and a scale
+    and a minimum in half precision for each group."""
+    return _rounded_in_parts(weight, _rows_in_4_bits)
+
+
+def _rounded_in_parts(weight: Tensor, round_rows: Callable[[Tensor], Rounded]) -> Rounded:
+    """Returns what `round_rows` makes of a weight, of a few rows at a time: their copies in float32
+    stay small."""
+    at_once = max(1, _AT_ONCE // weight.shape[1])
+    parts = [round_rows(rows) for rows in torch.split(weight, at_once)]
+    if len(parts) == 1:
+        return parts[0]
+    integers, scales, minimums, *_ = zip(*parts, strict=True)
+    return parts[0]._replace(
+        integers=torch.cat(integers),
+        scales=torch.cat(scales),
+        minimums=None if minimums[0] is None else torch.cat(minimums),
+    )
+
+
+def _rows_in_8_bits(weight: Tensor) -> Rounded:
     groups = in_groups(weight)
     largest = groups.abs().amax(2)
     scales = (largest / 127).half()
@@ -66,9 +91,7 @@ def rounded_to_8_bits(weight: Tensor) -> Rounded:
     return Rounded(integers, scales, None, weight.shape[1], 8)
 
 
-def rounded_to_4_bits(weight: Tensor) -> Rounded:
-    """Rounds a weight [out, in] to the values of GGUF's Q4_1: integers from 0 to 15, and a scale
-    and a minimum in half precision for each group."""
+def _rows_in_4_bits(weight: Tensor) -> Rounded:
     groups = in_groups(weight)
     minimums = groups.amin(2)
     steps = (groups.amax(2) - minimums) / LARGEST_INT4
