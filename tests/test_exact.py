@@ -19,9 +19,12 @@ from static_checks import RecordedGraphs, random_model
 
 import specgen
 from specgen.base.errors import SpecgenError
+from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, SamplingParams
 from specgen.compare.method_specs import parse_spec
 from specgen.compare.verdict import judge
+from specgen.engine.kernels.library import kernels
+from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.graphs import Captures
 from specgen.engine.native.native_model import NativeModel
@@ -39,6 +42,7 @@ CASES: list[tuple[str, int, dict[str, int]]] = [
     ("olmo2", 1, {}),
     ("smollm3", 2, {}),
 ]
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
 TYPES = [(dtype, pack) for dtype in (torch.float32, torch.bfloat16) for pack in (False, True)]
 
 
@@ -161,6 +165,80 @@ def test_chains_give_plain_decodings_tokens(tmp_path: Path, family: str, dtype: 
         for name, settings in methods.items():
             pair.forget()
             assert pair.generate(prompt, name, sampling, **settings).token_ids == expected, name
+
+
+TREE = [-1, -1, 0, 1, 1, 3, 2, 4, 5]  # the path 1, 3, 5, 8 among others
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "olmo2", "qwen3"])
+def test_with_kernels_a_tree_gives_the_bits_of_its_chains(
+    tmp_path: Path, family: str, threads: int
+) -> None:
+    save(make(variant(family, 0)), tmp_path)
+    ids = random_ids(39)
+    context = Context(ids[:30])
+    drafted = ids[30:]
+    path = [1, 3, 5, 8]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runner = ModelRunner(load(tmp_path, exact=True))
+        tree = runner.logits(context, drafted, TREE).logits.clone()
+        runner.clear_cache()
+        chain = runner.logits(context, [drafted[node] for node in path]).logits
+        assert torch.equal(tree[[0, *(node + 1 for node in path)]], chain)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["sd", "sd:width=3", "lookup:k=3", "eesd-tree"])
+def test_with_kernels_exact_runs_the_same_passes(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing is padded, and the prompt of another text is read from the cache as far as the two
+    are the same."""
+    counted: list[int] = []
+    multiply = Kernels._into
+
+    def recorded(
+        kernels: Kernels, output: torch.Tensor, weight: Any, x: torch.Tensor, *rest: Any, **how: Any
+    ) -> None:
+        counted.append(len(x))
+        multiply(kernels, output, weight, x, *rest, **how)
+
+    monkeypatch.setattr(Kernels, "_into", recorded)
+    method, *given = name.split(":")
+    settings: dict[str, Any] = dict(parse_pairs(given))
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=1)
+    rows = []
+    texts = []
+    for exact in (False, True):
+        counted.clear()
+        with specgen.load(device="cpu", exact=exact) as pair:
+            texts.append(
+                [
+                    pair.generate(prompt, method, sampling, **settings).token_ids
+                    for prompt in ("def mean(numbers):", "def mean(values):")
+                ]
+            )
+        rows.append(list(counted))
+    assert rows[0] == rows[1]
+    assert texts[0] == texts[1]
+    assert len(rows[0]) > 100
+
+
+@needs_kernels
+def test_with_kernels_no_tie_is_allowed_in_trees() -> None:
+    with specgen.load(device="cpu", exact=True) as pair:
+        assert pair.target.is_exact(in_trees=True)
+    with specgen.load(device="cpu", dtype="bfloat16", exact=True) as pair:
+        assert pair.target.is_exact(in_trees=False)
+        assert not pair.target.is_exact(in_trees=True)
+    with specgen.load(device="cpu") as pair:
+        assert not pair.target.is_exact(in_trees=False)
 
 
 def test_no_difference_between_exact_outputs_is_a_tie() -> None:

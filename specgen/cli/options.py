@@ -99,8 +99,8 @@ ROWS: Rows = {
     "exact": (
         "",
         (
-            "Make plain and speculative logits bit-equal (native backend, no draft trees). "
-            "Slower for prompts on CUDA."
+            "Make plain and speculative logits bit-equal (native backend). Costs nothing with "
+            "kernels; without, not for draft trees, and slower for prompts on CUDA."
         ),
     ),
     "profile": (

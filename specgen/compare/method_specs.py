@@ -47,8 +47,8 @@ class MethodSpec:
 
     @property
     def drafts_chains(self) -> bool:
-        """Whether the method is specgen's own and all its drafts are chains. Only then `--exact`
-        makes its logits bit-equal to plain decoding's."""
+        """Whether the method is specgen's own and all its drafts are chains. Then `--exact` makes
+        its logits bit-equal to plain decoding's without our own kernels, too."""
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
 

@@ -452,7 +452,8 @@ class Runner:
             self.prompt_ids(prompt),
             reference.line["token_ids"],
             run.line["token_ids"],
-            exact=self.pair.target.files.source.exact and spec.drafts_chains,
+            exact=not spec.is_baseline
+            and self.pair.target.is_exact(in_trees=not spec.drafts_chains),
         )
         if difference is not None:
             results.differences[key] = difference

@@ -14,6 +14,7 @@ import torch
 from specgen.base.errors import RunError, is_out_of_memory
 from specgen.base.types import Context
 from specgen.engine.devices import device_name, inference
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_files import ModelFiles, check_weight_files
 from specgen.engine.model_runner import ModelRunner
@@ -106,6 +107,12 @@ class LoadedModel:
     def warning(self) -> str | None:
         """A text for the user, or None."""
         return self.precision.warning or getattr(self._model, "warning", None)
+
+    def is_exact(self, *, in_trees: bool) -> bool:
+        """Whether `--exact` was asked for, and a token's logits have the same bits in all passes;
+        with `in_trees`, in those over draft trees too, which our own kernels give."""
+        has_kernels = kernels_for(self.device, self.dtype) is not None
+        return self.files.source.exact and (has_kernels or not in_trees)
 
     @cached_property
     def has_penalties(self) -> bool:

@@ -131,8 +131,9 @@ class Model(Protocol):
     """A model with its weights. All outputs are on `device`, also if its layers are on several
     devices.
 
-    `shape` is an `Architecture` if the native decoder knows the model's family. `exact`: in drafts
-    without branches, a token's logits have the same bits whichever tokens are run with it.
+    `shape` is an `Architecture` if the native decoder knows the model's family. `exact`: passes are
+    padded so that in drafts without branches a token's logits have the same bits whichever tokens
+    are run with it.
     """
 
     @property

@@ -40,7 +40,8 @@ class ModelSource:
     `revision` is a branch, tag or commit on the hub; None means the main branch. `offline` forbids
     downloads. `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for
     whichever supports the model. `exact`: a token's logits are computed in the same order of
-    operations in every pass, however many tokens it covers, so that equal contexts give equal bits.
+    operations in every pass, however many tokens it covers, so that equal contexts give equal bits
+    (without our own kernels, only in drafts without branches).
     `context` is the most tokens of prompt and output together, at least 2; None: as many as the
     model was made for. `repetition_penalty` replaces the generation config's; None: that one
     applies.

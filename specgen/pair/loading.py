@@ -78,8 +78,8 @@ def load(
     id of a trained head of any kind (for the method `medusa`, `eagle`, `mtp`, `glide` or `block`);
     methods that need another kind of head take the one trained for this target on this machine.
     `backend` says whose forward pass runs: `native`, `transformers`, or `auto` for the first of the
-    two that supports the model. With `exact`, a token's logits have the
-    same bits in all passes of the target, on a CPU or one CUDA device; trees of drafts do not have
+    two that supports the model. With `exact`, a token's logits have the same bits in all passes of
+    the target, on a CPU or one CUDA device; without our own kernels, trees of drafts do not have
     this promise. `context` is the most tokens of prompt and output together, at most the target's
     own limit; None: that limit. `repetition_penalty` divides the positive logits of tokens that are
     in the context, and multiplies the negative ones; None: the generation config's. `dtype` is for

@@ -131,7 +131,7 @@ class InputMaker:
         ]
         self._dtype = dtype
         self._has_kernels = all(kernels_for(on, dtype) is not None for _, on in self.kinds)
-        self._exact = exact and not self._has_kernels  # a row's bits are its own there
+        self._exact = exact
         self._is_recurrent = any(kind.mixer != "attention" for kind in architecture.layers)
         rounded = None if architecture.rotary_in_float32 else dtype
         named = {(kind.rotary, on) for kind, on in self.kinds if kind.rotary is not None}

@@ -118,10 +118,11 @@ class NativeModel:
 
     `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads
     passes so that in drafts without branches a token's logits have the same bits whichever tokens
-    are run with it. `captures` makes the functions that `forward` returns run short passes as CUDA
-    graphs (see `graphs`); None: no graphs. `layer_devices` has the device of each layer if they are
-    on several. The embedding may be on another device than the norm and the head; the model's
-    `device`, where all outputs are, is that of the norm and the head.
+    are run with it. With our own kernels they have, in draft trees too, and nothing is padded.
+    `captures` makes the functions that `forward` returns run short passes as CUDA graphs (see
+    `graphs`); None: no graphs. `layer_devices` has the device of each layer if they are on several.
+    The embedding may be on another device than the norm and the head; the model's `device`, where
+    all outputs are, is that of the norm and the head.
     """
 
     def __init__(
@@ -142,10 +143,10 @@ class NativeModel:
         self.device = outer.norm.device
         self.norm_gain = norm_gain
         self.norm = norm_function(architecture.norm_eps, norm_gain)
-        self.exact = exact
         self.kernels = kernels_for(self.device, dtype)
+        self.exact = exact and self.kernels is None
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
-        self.inputs = InputMaker(architecture, dtype, self.layer_devices, exact=exact)
+        self.inputs = InputMaker(architecture, dtype, self.layer_devices, exact=self.exact)
         self.captures: Any = None  # a `graphs.Captures`, which cannot be imported here
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
 

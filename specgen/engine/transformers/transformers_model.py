@@ -247,10 +247,10 @@ class TransformersModel:
 
     # some of the layers
 
-    @inference
     def on_torch(self) -> tuple[str, ...]:
         return ALL_OPERATORS
 
+    @inference
     def check_layers(self, feature: str, *, last_states_only: bool = False) -> None:
         """Raises SpecgenError if the layers, run one by one, do not give the model's own logits.
         `feature` needs this, in the message. With `last_states_only`, it needs only the hidden
