@@ -7,6 +7,8 @@ import json
 import math
 import os
 import random
+import resource
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -373,6 +375,64 @@ def test_a_budget_in_seconds_is_kept(
     assert training.step == training.seconds == 10
 
 
+def started(kind: str, folder: Path, corpus: Path, out: Path, recipe: Recipe = TINY) -> Training:
+    target = opened(folder)
+    made = objective(kind, task_of(out, recipe, corpus=corpus_of(corpus, target)), target)
+    return Training(made, made.start([]))
+
+
+def test_the_learning_rate_rises_and_falls_to_zero(
+    folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Whatever the budget: in a twentieth of the steps, or of the seconds."""
+    for recipe in (replace(TINY, steps=200), replace(TINY, steps=None, seconds=200 / 0.95)):
+        training = started("medusa", folder, corpus, tmp_path / str(recipe.steps), recipe)
+        rates = []
+        for step in range(200):
+            training.step = step
+            training.seconds = float(step)
+            rates.append(training._rate())
+        assert 0 < rates[0] < 0.15
+        assert max(rates) == max(rates[9:12]) > 0.93
+        assert rates[:10] == sorted(rates[:10])
+        assert rates[12:] == sorted(rates[12:], reverse=True)
+        assert rates[100] == pytest.approx(0.5, abs=0.01)
+        assert 0 < rates[-1] < 0.01
+
+
+def test_a_full_disk_is_told_in_one_line(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, where it can be foreseen."""
+    training = started("medusa", folder, corpus, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large|no room"):
+            training.save(tmp_path / "state.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr("specgen.train.loop.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr(Training, "advance", None)
+    result = trained(
+        train_command("medusa", corpus, tmp_path / "out", "-t", str(folder), "--steps", "3"), 1
+    )
+    assert "0 MB free, and training needs" in result.stderr.splitlines()[-1]
+
+
+def test_only_the_answers_tokens_are_learned(folder: Path, tmp_path: Path) -> None:
+    """Of a text that the target generated after a prompt; of corpus text all."""
+    target = opened(folder)
+    (text,) = written(target, [[5, 9, 7, 4]], 12, greedy=True, part=Use.TRAIN)
+    corpus = Corpus([[20 + number] * 8 for number in range(24)])
+    made = objective("medusa", task_of(tmp_path, replace(TINY, batch=2), corpus=corpus), target)
+    batch = made.start([text]).batch(0)
+    own = batch.labels[0][: len(text.ids)].tolist()
+    assert own[: len(text.ids) - 1] == [IGNORED] * 3 + text.ids[4:]
+    assert batch.labels[1][:7].tolist() == batch.ids[1][1:8].tolist()
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(
     folder: Path, other: Path, corpus: Path, tmp_path: Path
 ) -> None:
@@ -474,7 +534,7 @@ def test_teacher_references_point_to_the_probabilities_of_their_token(
                 torch.testing.assert_close(
                     batches.top_k_log_probs[references], again.top_k_log_probs, atol=1e-4, rtol=1e-4
                 )
-    taught = [ids for ids, _ in batches._taught]
+    taught = [text.ids for text in batches._taught]
     assert taught[:6] == [text.ids for text in texts[:6]]
     assert len(taught) == 6 + 2 * len(texts), "and none that is held out"
 
@@ -787,16 +847,21 @@ def test_only_a_draft_that_agrees_more_is_recommended(tmp_path: Path) -> None:
         assert said in sentence
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_has_its_exit_code_and_says_how_to_go_on(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
-    """A Ctrl-C during the first step. That a resumed run ends with the same weights is tested
-    above."""
+    """A Ctrl-C or a request to end during the first step. That a resumed run ends with the same
+    weights is tested above."""
     advance = Training.advance
 
     def interrupted(self: Training) -> float:
         monkeypatch.setattr(Training, "advance", advance)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         return advance(self)
 
     monkeypatch.setattr(Training, "advance", interrupted)

@@ -20,7 +20,7 @@ from specgen.engine.loaded_model import LoadedModel, load_model
 from specgen.engine.model_files import ModelSource, find_model
 from specgen.engine.precision import Precision
 from specgen.train.corpus import Corpus, Use, read_corpus
-from specgen.train.loop import IGNORED, PackedBatch, pack
+from specgen.train.loop import IGNORED, PackedBatch, Taught, pack
 from specgen.train.task import Recipe, TrainingTask
 from specgen.train.texts import Text, continuations
 
@@ -93,9 +93,9 @@ def packed(texts: Sequence[Sequence[int]], length: int) -> PackedBatch:
     """A batch of one sequence of `length` tokens that holds these texts."""
     waiting = iter(texts)
 
-    def sample(rng: Random, max_tokens: int) -> tuple[list[int], list[int]]:
+    def sample(rng: Random, max_tokens: int) -> Taught:
         text = list(next(waiting)[:max_tokens])
-        return text, [IGNORED] * len(text)
+        return Taught(text, [IGNORED] * len(text))
 
     return pack([sample], length, Random(0))
 

@@ -1,5 +1,5 @@
 """Handles Ctrl-C for the whole process: each one is noticed, and work that must not be interrupted
-delays it."""
+delays it. Work that can be resumed handles a request to end (SIGTERM) in the same way."""
 
 from __future__ import annotations
 
@@ -79,19 +79,27 @@ class Interrupts:
                 self._is_raised = False
 
     @contextmanager
-    def held(self, *, raises: bool = True) -> Iterator[Callable[[], bool]]:
+    def held(
+        self, *, raises: bool = True, terminations: bool = False
+    ) -> Iterator[Callable[[], bool]]:
         """Delays the first Ctrl-C during this block: KeyboardInterrupt is raised at its end, or not
         at all if `raises` is False.
 
         Yields a function that returns whether a Ctrl-C is being delayed. A second Ctrl-C raises
         KeyboardInterrupt at once, because the work of the block, such as writing to a pipe, may
-        take forever.
+        take forever. With `terminations`, SIGTERM counts as Ctrl-C.
         """
         with self.watched():
             self._held += 1
+            is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            replaces = terminations and self._is_installed and is_default
+            if replaces:
+                signal.signal(signal.SIGTERM, self._handle)
             try:
                 yield lambda: self._is_pending
             finally:
+                if replaces:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self._held -= 1
                 is_due = self._is_pending and not self._held
                 self._is_pending = self._is_pending and not is_due

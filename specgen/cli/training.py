@@ -42,7 +42,7 @@ def run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, An
     task.announce = line.announce
     task.show = line.show
     task.announce(f"{target.name} on {target.device}, {target.dtype_name}; output: {task.out}")
-    with interrupts.held(raises=False) as task.stop_requested:
+    with interrupts.held(raises=False, terminations=True) as task.stop_requested:
         try:
             return loop.train(objective)
         except TrainingStopped:

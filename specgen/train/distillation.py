@@ -115,19 +115,19 @@ class DraftBatches(TrainingBatches):
         for comparison, start in zip(compared, starts, strict=False):
             teacher = torch.full_like(comparison.ids, IGNORED)
             teacher[comparison.after] = torch.arange(start, start + len(comparison.after))
-            taught.append((comparison.ids.tolist(), teacher.tolist()))
+            taught.append(Taught(comparison.ids.tolist(), teacher.tolist()))
 
         of_target = sum(len(text.text.ids) for text in texts)
-        longer = sum(len(ids) for ids, _ in taught) / of_target
+        longer = sum(len(text.ids) for text in taught) / of_target
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
-        ids, teacher = super()._sample_corpus(rng, max_tokens)
+        sampled = super()._sample_corpus(rng, max_tokens)
         if self._translation is None:
-            return ids, teacher
-        of_draft = self._translation.prompt(ids)[:max_tokens]
-        return of_draft, [IGNORED] * len(of_draft)
+            return sampled
+        of_draft = self._translation.prompt(sampled.ids)[:max_tokens]
+        return Taught(of_draft, [IGNORED] * len(of_draft))
 
 
 class DraftObjective(Objective):

@@ -63,6 +63,7 @@ from specgen.train.loop import (
     Labels,
     Objective,
     PackedBatch,
+    Taught,
     TrainingBatches,
     divergence,
     held_out_agreement,
@@ -211,7 +212,8 @@ class HeadObjective(Objective):
         """Returns the ranks [text's tokens, depths] that the head gives to the target's most
         probable tokens, for a draft after each token of the text from the prompt's last one on; -1
         before, and where nothing is predicted. See `held_out_agreement`."""
-        whole = pack([lambda *_: (text.ids, [IGNORED] * len(text.ids))], len(text.ids), Random(0))
+        taught = Taught(text.ids, [IGNORED] * len(text.ids), text.prompt_length)
+        whole = pack([lambda *_: taught], len(text.ids), Random(0))
         predictions, (depths, top_k_ids, _) = self.predictions(
             whole.part(slice(None), self.device), None
         )

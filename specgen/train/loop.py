@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # of torch.load
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +35,30 @@ from specgen.train.texts import Text, TextGeneration
 RANKS = 10  # ranks that are counted: as many as the published trees of Medusa use
 _NONE = torch.empty(0, dtype=torch.long)
 IGNORED = -100  # a label that does not contribute to the loss: cross_entropy's ignore_index
-WARM_UP_STEPS = 50  # at most, and at most a tenth of a budget in steps
+WARM_UP_SHARE = 0.05  # of the budget
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
 # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 _CPU_ROWS = 256
 _RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
 _SAVE_SECONDS = 60.0
+_LEAST_RATE = 0.002  # of the warm-up that has passed, at the first step
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
+_STATE_COPIES = 3  # the weights, and the optimizer's two means
 
 # Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the
 # outputs.
 Labels = tuple[Tensor, ...]
-# A text as token ids, and their `teacher` values (PackedBatch).
-Taught = tuple[list[int], list[int]]
+
+
+class Taught(NamedTuple):
+    """A text as token ids, and their `teacher` values (PackedBatch). Tokens before the one with the
+    index `first`, such as those of a prompt, are read but not learned."""
+
+    ids: list[int]
+    teacher: list[int]
+    first: int = 1
+
+
 # A function that draws a text of at most a given number of tokens.
 SampleText = Callable[[Random, int], Taught]
 
@@ -58,7 +69,8 @@ class PackedBatch:
     tensors [batch, window].
 
     `ids` are the token ids. `positions` start at 0 in each text. `segments` number the texts of a
-    sequence from 0. `labels` are the next tokens, IGNORED at the end of a text. `teacher` is for
+    sequence from 0. `labels` are the next tokens, IGNORED at the end of a text and where the next
+    token is not learned, as in a prompt that the target answered. `teacher` is for
     distillation: each token's row in a table of the target's predictions after it, IGNORED where
     they are not known.
     """
@@ -90,8 +102,8 @@ def pack(samplers: Sequence[SampleText], window: int, rng: Random) -> PackedBatc
         segment = 0
         while len(tokens) < window:
             left = window - len(tokens)
-            text, teacher = sample(rng, left + 1)  # one token more: the label of the last one
-            labels = [*text[1:], IGNORED]
+            text, teacher, first = sample(rng, left + 1)  # one token more: the last one's label
+            labels = [*[IGNORED] * (first - 1), *text[first:], IGNORED]
             tokens += [
                 (text[at], at, segment, labels[at], teacher[at])
                 for at in range(min(left, len(text)))
@@ -133,11 +145,11 @@ class TrainingBatches:
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
         assert self._corpus is not None
         ids = self._corpus.sample(rng, max_tokens, uses=self._uses)
-        return ids, [IGNORED] * len(ids)
+        return Taught(ids, [IGNORED] * len(ids))
 
     def _sample_taught(self, rng: Random, max_tokens: int) -> Taught:
-        ids, teacher = rng.choice(self._taught)
-        return ids[:max_tokens], teacher[:max_tokens]
+        ids, teacher, first = rng.choice(self._taught)
+        return Taught(ids[:max_tokens], teacher[:max_tokens], first)
 
 
 class Objective(ABC):
@@ -176,7 +188,11 @@ class Objective(ABC):
         self.parameters = {
             name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()
         }
-        taught = [(text.ids, [IGNORED] * len(text.ids)) for text in texts if text.use == Use.TRAIN]
+        taught = [
+            Taught(text.ids, [IGNORED] * len(text.ids), text.prompt_length)
+            for text in texts
+            if text.use == Use.TRAIN
+        ]
         return TrainingBatches(self.task, taught, uses)
 
     @abstractmethod
@@ -299,6 +315,7 @@ class Training:
         if state.exists():
             self.restore(state)
             self.task.announce(f"resuming at step {self.step}")
+        self.check_room()
         saved = time.monotonic()
         while self.share < 1:
             start = time.monotonic()
@@ -317,18 +334,12 @@ class Training:
                 raise TrainingStopped
 
     def advance(self) -> float:
-        """Does one optimizer step. Returns the mean loss in nats per token.
-
-        The learning rate has a linear warm-up, and a cosine decay to a tenth of its peak.
-        """
-        steps = self._recipe.steps  # None: the budget is a time
-        warm_up = WARM_UP_STEPS if steps is None else max(1, min(WARM_UP_STEPS, steps // 10))
-        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * self.share))  # from 1 to 0.1
+        """Does one optimizer step. Returns the mean loss in nats per token."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self._recipe.learning_rate * (min(1.0, (self.step + 1) / warm_up) * decay)
+            group["lr"] = self._recipe.learning_rate * self._rate()
         batch = self.batches.batch(self.step)
         device = self.objective.device
-        labelled = int((batch.labels != IGNORED).sum())
+        labelled = max(1, int((batch.labels != IGNORED).sum()))
         size = max(1, MAX_LOGITS // (batch.ids.shape[1] * self.objective.vocabulary))
         loss = torch.zeros((), device=device)
         for start in range(0, batch.ids.shape[0], size):
@@ -339,6 +350,14 @@ class Training:
         self.step += 1
         self.tokens += batch.ids.numel()
         return float(loss)
+
+    def _rate(self) -> float:
+        """Returns the learning rate of the next step as a share of its peak: it rises for
+        WARM_UP_SHARE of the budget, and then falls to zero at its end."""
+        done = (self.step + 1) / max(1, self.step) * self.share if self.step else 0.0
+        if self._recipe.steps is not None:
+            done = (self.step + 1) / self._recipe.steps
+        return min(1.0, max(done, _LEAST_RATE) / WARM_UP_SHARE) * (1 - self.share)
 
     def backward(self, batch: PackedBatch, labelled: int) -> Tensor:
         """Adds the gradients of `batch`, some sequences of a step's batch, to the trained weights.
@@ -366,6 +385,19 @@ class Training:
             outputs.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
         return loss / labelled
 
+    def check_room(self) -> None:
+        """Raises RunError if the disk has no room for the state, its replacement and the result."""
+        weights = sum(weight.nbytes for weight in self.trained.values())
+        needed = 2 * _STATE_COPIES * weights + weights
+        folder = self.task.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            problem = (
+                f"{folder} has {free / 1e6:,.0f} MB free, and training needs {needed / 1e6:,.0f} MB"
+            )
+            raise RunError(problem, "Free some space, or name another folder with --out")
+
     def save(self, path: Path) -> None:
         """Writes weights, optimizer state and counters to one file, atomically. Raises OSError if
         it cannot be written."""
@@ -376,7 +408,11 @@ class Training:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
-            torch.save(state, file)
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # torch's own, for a write that failed
+                cause = error.__context__
+                raise cause if isinstance(cause, OSError) else OSError("no room for it") from error
 
     def restore(self, path: Path) -> None:
         """Loads what `save` wrote. Raises SpecgenError if the file is damaged."""

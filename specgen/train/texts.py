@@ -27,7 +27,7 @@ from specgen.engine.loaded_model import LoadedModel
 from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Use
 from specgen.train.task import TrainingTask
 
-TOP_K = 16  # tokens whose log-probabilities are used; the probability of all others is one number
+TOP_K = 64  # tokens whose log-probabilities are used; the probability of all others is one number
 MAX_BATCH = 64  # texts that are generated at once
 _MIN_BATCH = 2
 # of a budget in seconds, for generating text; it is 2/3 where only a predictor is trained
