@@ -979,3 +979,137 @@ EXPORT int gated(const float *input, long rows, long input_stride, long inner, l
     in_threads(gate_chunk, &call, rows);
     return 0;
 }
+
+/* ------------------------------------------------------------------ branches of layers */
+
+#define MOST_RUNS 4
+
+/* A linear layer in runs of its outputs, one weight for each. */
+typedef struct {
+    const matrix *weights[MOST_RUNS];
+    const float *biases[MOST_RUNS];
+    long runs;
+    long inputs;
+    long outputs;
+} linear;
+
+/* An attention, or an MLP if `heads` is 0, with the norms around it. What it computes from the
+ * normed residual stream is added to this stream, times `scale`.
+ *
+ * `layer` and `kind` are indices of the places and of the inputs of kinds, see `run_branches`. */
+typedef struct {
+    linear input; /* queries, keys and values, or gates and ups */
+    linear output;
+    long is_normed; /* with `norm` [width], or NULL: without weights */
+    const float *norm;
+    const float *post_norm; /* of the output, or NULL: none */
+    float eps;
+    float scale;
+    long activation;
+    long layer;
+    long kind;
+    long heads;
+    long kv_heads; /* 0: another layer writes the keys and values that this one reads */
+    long size;
+    const float *head_norm; /* of the first `normed_heads` heads, each with its own weights */
+    long normed_heads;
+    float score_scale;
+    float score_cap;
+    const float *sinks;
+} branch;
+
+/* What all layers of one kind read; see `rotate_and_write` and `attention`. */
+typedef struct {
+    const float *rotation;
+    long rotation_stride;
+    long rotated;
+    const seen_slots *seen;
+    const int32_t *others;
+} kind_inputs;
+
+/* One layer's keys and values in a cache, [kv heads][slot][size]. */
+typedef struct {
+    float *keys;
+    float *values;
+    long kv_heads;
+    long head_stride;
+} place;
+
+static int apply_linear(const linear *layer, const float *input, long rows, float scale, int adds,
+                        float *output)
+{
+    float *own = output;
+    for (long run = 0; run < layer->runs; run++) {
+        const matrix *weight = layer->weights[run];
+        if (product(weight, input, rows, layer->inputs, layer->biases[run], scale, adds, own,
+                    layer->outputs))
+            return -1;
+        own += weight->outputs;
+    }
+    return 0;
+}
+
+static int attend_heads(const branch *part, float *heads, long rows, const kind_inputs *inputs,
+                        const place *cached, long slot, float *output)
+{
+    long width = part->input.outputs;
+    if (part->head_norm)
+        rms_norm(heads, rows, width, part->normed_heads, part->size, part->head_norm, part->size,
+                 part->eps, heads, width);
+    float *keys = part->kv_heads ? cached->keys + slot * part->size : NULL;
+    float *values = cached->values + slot * part->size;
+    rotate_and_write(heads, rows, width, part->heads, part->kv_heads, part->size, inputs->rotation,
+                     inputs->rotation_stride, inputs->rotated, rows, keys, values,
+                     cached->head_stride);
+    return attention(heads, rows, width, part->heads, cached->kv_heads, part->size, cached->keys,
+                     cached->values, cached->head_stride, inputs->seen, inputs->others,
+                     part->score_scale, part->score_cap, part->sinks, output,
+                     part->heads * part->size);
+}
+
+static void add_normed(const branch *part, float *added, long rows, long width, float *hidden)
+{
+    rms_norm(added, rows, width, 1, width, part->post_norm, 0, part->eps, added, width);
+    for (long row = 0; row < rows; row++)
+        for (long i = row * width; i < (row + 1) * width; i += LANES) {
+            long left = (row + 1) * width - i;
+            vec sum = v_fma(v_load_part(added + i, left), v_all(part->scale),
+                            v_load_part(hidden + i, left));
+            v_store_part(hidden + i, sum, left);
+        }
+}
+
+/* Adds the outputs of branches, in their order, to the residual stream `hidden` [rows][width].
+ *
+ * `kinds` has the inputs of each kind of layer, `places` those of the layers from `first_layer`
+ * on, and the keys and values of the rows are written from `slot` on. `buffer` has room for rows *
+ * (width + the largest sum of outputs of `input` and inputs of `output`) numbers. */
+EXPORT int run_branches(const branch *const *branches, long count, float *hidden, long rows,
+                        long width, const kind_inputs *kinds, const place *places,
+                        long first_layer, long slot, float *buffer)
+{
+    for (long done = 0; done < count; done++) {
+        const branch *part = branches[done];
+        const float *normed = hidden;
+        if (part->is_normed) {
+            rms_norm(hidden, rows, width, 1, width, part->norm, 0, part->eps, buffer, width);
+            normed = buffer;
+        }
+        float *mixed = buffer + rows * width;
+        float *taken = mixed + rows * part->input.outputs;
+        if (apply_linear(&part->input, normed, rows, 1.0f, 0, mixed)) return -1;
+        if (part->heads == 0)
+            gated(mixed, rows, part->input.outputs, part->output.inputs, part->activation, taken,
+                  part->output.inputs);
+        else if (attend_heads(part, mixed, rows, &kinds[part->kind],
+                              &places[part->layer - first_layer], slot, taken))
+            return -1;
+        if (part->post_norm) {
+            if (apply_linear(&part->output, taken, rows, 1.0f, 0, buffer)) return -1;
+            add_normed(part, buffer, rows, width, hidden);
+        } else if (apply_linear(&part->output, taken, rows, part->scale, 1, hidden)) {
+            return -1;
+        }
+    }
+    return 0;
+}

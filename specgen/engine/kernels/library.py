@@ -73,6 +73,12 @@ _ARGUMENTS = {
         *(_POINTER, _LONG),
     ],
     "gated": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG],
+    "run_branches": [
+        *(_POINTER, _LONG),
+        *(_POINTER, _LONG, _LONG),
+        *(_POINTER, _POINTER, _LONG, _LONG),
+        _POINTER,
+    ],
 }
 
 

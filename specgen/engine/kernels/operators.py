@@ -3,13 +3,16 @@ otherwise, and their last dimension is contiguous."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgen.base.errors import RunError
+from specgen.engine.kernels.branches import Places, Program, kind_addresses
 from specgen.engine.kernels.library import Library, kernels
 from specgen.engine.kernels.packing import PackedWeight
 
@@ -64,6 +67,7 @@ class Kernels:
         self._rotate_and_write = functions.rotate_and_write
         self._attention = functions.attention
         self._gated = functions.gated
+        self._run_branches = functions.run_branches
 
     def use_threads(self, threads: int) -> None:
         """Sets how many threads share the work of a call."""
@@ -234,3 +238,35 @@ class Kernels:
             )
         )
         return output
+
+    def run(
+        self,
+        program: Program,
+        hidden: Tensor,
+        kinds: Sequence[Any],
+        places: Places,
+        first_layer: int,
+        slot: int,
+    ) -> None:
+        """Adds the outputs of a program's branches to `hidden` [n, width], which is contiguous.
+
+        `kinds` are the `KindInputs` of the pass. The keys and values of its rows are written to
+        `places`, a cache whose first layer has the index `first_layer`, from `slot` on.
+        """
+        rows, width = hidden.shape
+        inputs = kind_addresses(kinds)
+        buffer = hidden.new_empty(rows * (width + program.numbers))
+        _check(
+            self._run_branches(
+                program.address,
+                program.count,
+                hidden.data_ptr(),
+                rows,
+                width,
+                ctypes.addressof(inputs),
+                places.address,
+                first_layer,
+                slot,
+                buffer.data_ptr(),
+            )
+        )

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from specgen.engine.kernels.branches import BranchNorms, HeadOptions, KernelBranch
 from specgen.engine.kernels.operators import Kernels
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attend import attend, attend_batch
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.linear import MakeLinear
+from specgen.engine.native.linear import MakeLinear, kernel_runs
 from specgen.engine.native.rotary import rotate
 from specgen.engine.native.tensors import LinearFiles, Tensor, Unit, linear_files, scaled, stacked
 from specgen.engine.weights import Take
@@ -240,6 +241,27 @@ class Attention:
     @property
     def on_torch(self) -> tuple[str, ...]:
         return ("gates of attention",) if self._is_gated else ()
+
+    def for_kernels(self, norms: BranchNorms, scale: float) -> KernelBranch | None:
+        """Returns this attention, with the norms around it, as kernels run it in one call with its
+        neighbours; None where they cannot. `scale` is the factor of its output on the residual
+        stream."""
+        runs = kernel_runs(self.qkv, self.output)
+        has_other_norm = self._qk_norm is not None and self._norm_over == "all"
+        if runs is None or self._is_gated or has_other_norm:
+            return None
+        options = HeadOptions(
+            self._index,
+            self._kind,
+            self._heads,
+            self._kv_heads,
+            self._size,
+            self._qk_norm,
+            self._scale,
+            self._score_cap,
+            self._sinks,
+        )
+        return KernelBranch(runs, norms, scale, heads=options)
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._size)

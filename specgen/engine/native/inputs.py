@@ -50,6 +50,13 @@ class KindInputs(NamedTuple):
     seen: SeenSlots | None = None
 
 
+class CachePlace(NamedTuple):
+    """The cache whose entries from `slot` on a pass writes."""
+
+    cache: KVBuffer
+    slot: int
+
+
 class PassInputs(NamedTuple):
     """The inputs of one forward pass over `rows` tokens, padding included, of one sequence, or of
     each of `batch` sequences.
@@ -60,7 +67,8 @@ class PassInputs(NamedTuple):
     number of tokens. `slots` [rows] are the cache indices that a static pass writes to; its
     `entries` are the whole buffer. None: each layer's `entries` say where to write. `steps` and
     `states` are for recurrent layers; None: there are none. `per_layer` [rows, layers, size] has
-    the tokens' embeddings for each layer, where there are any.
+    the tokens' embeddings for each layer, where there are any. `place` is for kernels that run
+    whole layers; None: each part of a layer is called by itself.
     """
 
     rows: int
@@ -73,6 +81,7 @@ class PassInputs(NamedTuple):
     steps: Steps | None = None
     states: RecurrentStates | None = None
     per_layer: torch.Tensor | None = None
+    place: CachePlace | None = None
 
     @property
     def recurrent_inputs(self) -> tuple[Steps, RecurrentStates]:
@@ -194,7 +203,7 @@ class InputMaker:
         tree = ancestry(forward_pass)
         own_depths = tree.depths[len(tree.depths) - len(tree.bits) :]
         at = torch.tensor(own_depths) + tree.base
-        entries = cache.entries(first, last, 0, last)
+        entries = cache.entries_when_read(first, last)
         seen = {
             window: tree_slots(tree, window)
             for window in dict.fromkeys(kind.window for kind, _ in self.kinds)
@@ -205,7 +214,9 @@ class InputMaker:
             if table is not None:
                 rotation = table.gather(at, forward_pass.long_rope, last)[:, None]
             made.append(KindInputs(rotation, None, entries, seen[kind.window]))
-        return PassInputs(last - first, last - first, made, None, cache.first_layer)
+        rows = last - first
+        place = CachePlace(cache, first)
+        return PassInputs(rows, rows, made, None, cache.first_layer, place=place)
 
     def of_chain(
         self, first: int, last: int, cache: KVBuffer | None, long_rope: bool, *, exact: bool = False
@@ -224,7 +235,8 @@ class InputMaker:
             )
             if self._has_kernels and cache is not None:
                 seen = chain_slots(first, rows, kind.window, causal=kind.causal)
-                made.append(KindInputs(rotation, None, cache.entries(first, last, 0, end), seen))
+                read = cache.entries_when_read(first, last)
+                made.append(KindInputs(rotation, None, read, seen))
                 continue
             start = (
                 0
@@ -247,9 +259,11 @@ class InputMaker:
                 )
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))
-        return PassInputs(
-            rows, last - first, made, None, 0 if cache is None else cache.first_layer, exact
-        )
+        place = None
+        if self._has_kernels and cache is not None:
+            place = CachePlace(cache, first)
+        first_layer = 0 if cache is None else cache.first_layer
+        return PassInputs(rows, last - first, made, None, first_layer, exact, place=place)
 
     def padded(self, count: int) -> int:
         """Returns the number of rows, padding included, with which `count` tokens are run; `count`

@@ -4,11 +4,12 @@ sets a length."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 
 from specgen.engine.devices import move, release, upload
+from specgen.engine.kernels.branches import Places
 from specgen.engine.native.recurrent_states import RecurrentStates
 
 # tokens; GPU kernels want the rows of masks, which are as long, to begin at multiples of 16 bytes
@@ -26,6 +27,29 @@ class LayerEntries(NamedTuple):
     written: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+
+
+class EntriesWhenRead(Sequence[LayerEntries]):
+    """The entries of each layer of a cache, made when they are read: kernels that run whole layers
+    read none. See `KVBuffer.entries_when_read`."""
+
+    def __init__(self, cache: KVBuffer, first: int, last: int) -> None:
+        self._cache = cache
+        self._bounds = first, last
+
+    def __len__(self) -> int:
+        return self._cache.num_layers
+
+    @overload
+    def __getitem__(self, layer: int) -> LayerEntries: ...
+
+    @overload
+    def __getitem__(self, layer: slice) -> Sequence[LayerEntries]: ...
+
+    def __getitem__(self, layer: int | slice) -> LayerEntries | Sequence[LayerEntries]:
+        if isinstance(layer, slice):
+            return [self[index] for index in range(*layer.indices(len(self)))]
+        return self._cache.entries_of(layer, *self._bounds)
 
 
 class KVBuffer:
@@ -66,8 +90,10 @@ class KVBuffer:
             of_parts.setdefault((devices[layer], sizes[layer]), []).append(layer)
         order = [layer for part in of_parts.values() for layer in part]
         self._slots = [order.index(owner) for owner in owners]
+        self.num_layers = len(self._slots)
         self._is_in_order = self._slots == list(range(len(order)))
         self._kv_heads = [kv_heads for _, (kv_heads, _) in of_parts]
+        self._places: tuple[list[torch.Tensor], Places] | None = None  # of these buffers
         self.buffers = []
         for (device, (kv_heads, size)), layers in of_parts.items():
             self.buffers.append(
@@ -75,6 +101,26 @@ class KVBuffer:
                     len(layers), 2, sequences * kv_heads, 0, size, dtype=dtype, device=device
                 )
             )
+
+    def places(self) -> Places:
+        """Returns where the keys and values of each layer are, until the buffers change."""
+        if self._places is None or self._places[0] is not self.buffers:
+            self._places = self.buffers, Places(self.buffers, self._slots)
+        return self._places[1]
+
+    def entries_when_read(self, first: int, last: int) -> EntriesWhenRead:
+        """Returns what `entries(first, last, 0, last)` does; a layer's views are made when they are
+        read."""
+        if last > self.buffers[0].shape[3]:
+            self.enlarge(last)
+        return EntriesWhenRead(self, first, last)
+
+    def entries_of(self, layer: int, first: int, last: int) -> LayerEntries:
+        """Returns the views of one layer, counted from `first_layer`, for a pass that writes
+        entries `first` to `last` - 1 and reads the first `last`."""
+        data = self._of_layer(layer)
+        keys, values = data[:, :, :last].unbind(0)
+        return LayerEntries(data[:, :, first:last], keys, values)
 
     def entries(self, first: int, last: int, start: int, end: int) -> list[LayerEntries]:
         """Returns, for each layer, the views for a pass that writes entries `first` to `last` - 1
@@ -99,13 +145,19 @@ class KVBuffer:
         They are on the device `reader` of this cache: views, or copies if the layer is on another
         device.
         """
-        layer = self._slots[layer - self.first_layer]
-        for data in self.buffers:
-            if layer < data.shape[0]:
-                break
-            layer -= data.shape[0]
-        keys, values = move(data[layer, :, :, :count], self._reader).unbind(0)
+        data = self._of_layer(layer - self.first_layer)
+        keys, values = move(data[:, :, :count], self._reader).unbind(0)
         return keys, values
+
+    def _of_layer(self, layer: int) -> torch.Tensor:
+        """Returns the part of a buffer, [2, kv heads, capacity, head size], of a layer counted from
+        `first_layer`."""
+        slot = self._slots[layer]
+        for data in self.buffers:
+            if slot < data.shape[0]:
+                break
+            slot -= data.shape[0]
+        return data[slot]
 
     def restorable(self, length: int) -> int:
         """Returns to which length the cache can be rolled back; see `forward_pass.Cache`."""

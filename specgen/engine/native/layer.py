@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from specgen.engine.devices import move
+from specgen.engine.kernels.branches import BranchNorms, KernelBranch
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.native.architecture import MLP, Architecture, Mixer
@@ -130,8 +131,14 @@ class NativeLayer:
             eps = architecture.norm_eps
             self._mixer_norm = norm_function(eps, gain, weights.attention_norm)
             self._mlp_norm = norm_function(eps, gain, weights.mlp_norm)
-        self._attention_post_norm = weights.attention_post_norm
-        self._mlp_post_norm = weights.mlp_post_norm
+        # the norms around the mixer and the MLP
+        self._norms = [
+            BranchNorms(architecture.pre_norms, before, after, architecture.norm_eps)
+            for before, after in (
+                (weights.attention_norm, weights.attention_post_norm),
+                (weights.mlp_norm, weights.mlp_post_norm),
+            )
+        ]
         make_mixer = _MIXERS.get(architecture.layers[index].mixer, self.attention)
         self.mixer: Branch = make_mixer(
             architecture, index, kind, weights.mixer, make_linear, is_wide=wide_attention
@@ -142,6 +149,24 @@ class NativeLayer:
         self._activation = ACTIVATIONS[architecture.activation]
         self._own_linears = [make_linear(weight, None, 1.0) for weight in weights.per_layer[:2]]
         self._own_norm = weights.per_layer[2] if weights.per_layer else None
+
+    def for_kernels(self, *, attention: bool = True, mlp: bool = True) -> list[KernelBranch] | None:
+        """Returns what a call with these arguments runs, for kernels that run it in one call with
+        other layers; None where they cannot."""
+        if self._own_norm is not None or self._scalar != 1.0 or self.device is not None:
+            return None
+        made: list[KernelBranch] = []
+        branches = (self.mixer, self.mlp)
+        for branch, norms, is_run in zip(branches, self._norms, (attention, mlp), strict=True):
+            if not is_run:
+                continue
+            if not isinstance(branch, Attention | DenseMLP):
+                return None
+            own = branch.for_kernels(norms, self._scale)
+            if own is None:
+                return None
+            made.append(own)
+        return made
 
     def __call__(
         self, hidden: torch.Tensor, inputs: PassInputs, *, attention: bool = True, mlp: bool = True
@@ -156,10 +181,10 @@ class NativeLayer:
             hidden = move(hidden, self.device)
         if attention:
             normed = self._mixer_norm(hidden)
-            hidden = self._added(hidden, normed, self.mixer, inputs, self._attention_post_norm)
+            hidden = self._added(hidden, normed, self.mixer, inputs, self._norms[0].after)
         if mlp:
             normed = self._mlp_norm(hidden)
-            hidden = self._added(hidden, normed, self.mlp, inputs, self._mlp_post_norm)
+            hidden = self._added(hidden, normed, self.mlp, inputs, self._norms[1].after)
         if (norm := self._own_norm) is not None and inputs.per_layer is not None:
             gate, projection = self._own_linears
             gated = self._activation(gate(hidden)) * move(
@@ -173,8 +198,6 @@ class NativeLayer:
         """What torch computes in the layer where our own kernels compute the rest, as plain
         names."""
         names = [*self.mixer.on_torch, *self.mlp.on_torch]
-        if self._attention_post_norm is not None or self._mlp_post_norm is not None:
-            names.append("additions of normed outputs")
         if self._own_norm is not None:
             names.append("gates of the layers' own embeddings")
         if self._scalar != 1.0:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from specgen.base.types import QUANTISED
 from specgen.engine.gguf.rounded import as_rounded, restored
+from specgen.engine.kernels.branches import MOST_RUNS, LinearRuns
 from specgen.engine.kernels.operators import Kernels, kernels_for
 from specgen.engine.kernels.packing import (
     GROUP,
@@ -144,6 +145,12 @@ class KernelLinear(Linear):
             self._runs.append((own, weight, own_bias))
             first = own.stop
 
+    @property
+    def runs(self) -> LinearRuns:
+        """The weights and the biases of runs of outputs."""
+        _, weights, biases = zip(*self._runs, strict=True)
+        return LinearRuns(weights, biases)
+
     def __call__(self, x: Tensor) -> Tensor:
         if len(self._runs) == 1:
             _, weight, bias = self._runs[0]
@@ -157,6 +164,17 @@ class KernelLinear(Linear):
             outputs = hidden if len(self._runs) == 1 else hidden[:, own]
             self._kernels.add_product(outputs, weight, x, bias, self._scale)
         return hidden
+
+
+def kernel_runs(*linears: Linear) -> list[LinearRuns] | None:
+    """Returns the weights of these linear layers for kernels that run whole branches; None if
+    another function computes one of them."""
+    made: list[LinearRuns] = []
+    for linear in linears:
+        if type(linear) is not KernelLinear or len(linear.runs.weights) > MOST_RUNS:
+            return None
+        made.append(linear.runs)
+    return made
 
 
 class WidenedLinear(DenseLinear):

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from specgen.engine.kernels.branches import BranchNorms, KernelBranch
+from specgen.engine.kernels.operators import ACTIVATIONS as ACTIVATION_NUMBERS
 from specgen.engine.native.architecture import Activation, Architecture
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.linear import MakeLinear
+from specgen.engine.native.linear import MakeLinear, kernel_runs
 from specgen.engine.native.tensors import LinearFiles, linear_files, scaled, stacked
 from specgen.engine.weights import Take
 
@@ -120,6 +122,13 @@ class DenseMLP:
         self._activation = ACTIVATIONS[architecture.activation]
         self.gate_up = make_linear(weights.gate_up, weights.gate_up_bias, 1.0)
         self.output = make_linear(weights.down, weights.down_bias, architecture.residual_scale)
+
+    def for_kernels(self, norms: BranchNorms, scale: float) -> KernelBranch | None:
+        """Returns this MLP for kernels; see `Attention.for_kernels`."""
+        runs = kernel_runs(self.gate_up, self.output)
+        if runs is None:
+            return None
+        return KernelBranch(runs, norms, scale, activation=ACTIVATION_NUMBERS[self._name])
 
     def __call__(self, x: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         gates_and_ups = self.gate_up(x)

@@ -46,6 +46,7 @@ from specgen.engine.native.layer_files import (
     layer_files,
     read_layer,
 )
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.recurrent_states import RecurrentStates
 from specgen.engine.native.tensors import tensor_shapes
@@ -344,7 +345,9 @@ class NativeForward:
         calls = (
             [LayerCall(index) for index in range(len(model.layers))] if layers is None else layers
         )
-        self._layers = [(model.layers[call.layer], call) for call in calls]
+        self._calls = calls
+        stops = {index for index, call in enumerate(calls) if call.layer in self.taps}
+        self._stack = LayerStack([model.layers[call.layer] for call in calls], calls, stops)
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model = self.model
@@ -402,11 +405,12 @@ class NativeForward:
         """
         model = self.model
         tapped = dict[int, torch.Tensor]()
-        for done, (layer, call) in enumerate(self._layers):
-            if call.layer in self.taps:
-                tapped[call.layer] = hidden.clone()  # the layers change the stream in place
-            prefill_reports.layer(done, len(self._layers))
-            hidden = layer(hidden, inputs, attention=call.attention, mlp=call.mlp)
+        for piece in self._stack.pieces(inputs):
+            layer = self._calls[piece.first].layer
+            if layer in self.taps:
+                tapped[layer] = hidden.clone()  # the layers change the stream in place
+            prefill_reports.layer(piece.first, len(self._stack))
+            hidden = self._stack.run(piece, hidden, inputs)
         hidden = move(hidden, model.device)
         if not self.taps:
             return hidden, None

@@ -33,6 +33,7 @@ from specgen.engine.native.layer_files import (
     HEAD,
     read_layer,
 )
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.rotary import rotate
@@ -115,6 +116,7 @@ class BlockLayers:
         self.layers = native_layers(
             architecture, kinds, take, dtype, make_linear, norm_gain, make_layer=make_layer
         )
+        self._stack = LayerStack(self.layers)
         # of the rows of keys, then of values
         first = architecture.num_heads * architecture.head_size
         mixers = [
@@ -168,9 +170,7 @@ class BlockLayers:
     ) -> Tensor:
         """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM
         head."""
-        for layer in self.layers:
-            hidden = layer(hidden, inputs)
-        return self.normed(hidden) * self.norm
+        return self.normed(self._stack(hidden, inputs)) * self.norm
 
 
 class BlockPass(DecoderRunner):

@@ -28,6 +28,7 @@ from specgen.engine.native.attention import Attention
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import NativeLayer, norm_function
 from specgen.engine.native.layer_files import FINAL_NORM, HEAD, read_layer
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
@@ -162,7 +163,8 @@ class EagleLayers:
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
         own = read_layer(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
         self._first = first_layer(architecture, 0, kind, own, make_linear, gain=norm_gain)
-        self._others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
+        others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
+        self._others = LayerStack(others)
 
     def joined(self, features: Tensor) -> Tensor:
         """Returns vectors [n, ...] projected by `fc` to [n, width]. In EAGLE-3 they are the three
@@ -189,8 +191,7 @@ class EagleLayers:
             # in training, products are in bfloat16 and sums in float32
             hidden = attended.to(features.dtype, copy=True)
         hidden = self._first.run(hidden, attended, inputs)
-        for layer in self._others:
-            hidden = layer(hidden, inputs)
+        hidden = self._others(hidden, inputs)
         return hidden if self._output_norm is None else self.normed(hidden) * self._output_norm
 
 

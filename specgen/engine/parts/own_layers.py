@@ -39,6 +39,7 @@ from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import norm_function, norm_gain
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.tensors import tensor_shapes
@@ -141,9 +142,10 @@ class ExitLayers:
             self._head = (
                 make_linear(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
             )
-            self._layers = native_layers(
+            layers = native_layers(
                 architecture, kinds[len(devices) - count :], take, dtype, make_linear, gain
             )
+        self._layers = LayerStack(layers)
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit's decoder layers."""
@@ -159,9 +161,7 @@ class ExitLayers:
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
             inputs = self._inputs(forward_pass)
-            hidden = source(forward_pass).clone()
-            for layer in self._layers:
-                hidden = layer(hidden, inputs)
+            hidden = self._layers(source(forward_pass).clone(), inputs)
             return ModelOutput(*self.norm_and_head(hidden[-logits_to_keep:]))
 
         return run
@@ -170,10 +170,7 @@ class ExitLayers:
         """Runs the decoder layers on the hidden states [batch, n, width] that enter them. Returns
         those after them. Differentiable."""
         inputs = self._inputs.batched(batch)
-        states = hidden.flatten(0, 1)
-        for layer in self._layers:
-            states = layer(states, inputs)
-        return states.view(hidden.shape)
+        return self._layers(hidden.flatten(0, 1), inputs).view(hidden.shape)
 
     def norm_and_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the norm and the LM head on the hidden states [..., width] after the decoder layers.
