@@ -40,17 +40,22 @@ import specgen
 from specgen import demo
 from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
+from specgen.engine.kernels.branches import Program
+from specgen.engine.kernels.library import kernels
+from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model import of_transformers
 from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.config_reading import _defaults, read_architecture
 from specgen.engine.native.families import FAMILIES
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import DenseLinear
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.weights import renamed
 
+needs_kernels = pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
 TOLERANCE = 1e-4  # on logits of size 1 to 20
 
 
@@ -494,3 +499,39 @@ def test_fields_that_change_nothing_are_no_obstacle_and_eos_ids_come_from_the_fi
         ({}, 2),
     ):
         assert read_architecture(sparse("llama", **changes)).default_eos == eos
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_layers_in_one_call_compute_the_bits_of_their_parts(
+    models: Any, family: str, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For prompts, chains and trees; and dense layers really run in few calls."""
+    _, native, _ = models(family, index)
+    context = Context(random_ids(14))
+    drafts = ([], None), (random_ids(5, 1), [-1, 0, -1, 0, 3]), (random_ids(3, 2), None)
+
+    def logits() -> list[torch.Tensor]:
+        runner = ModelRunner(native)
+        return [runner.logits(context, *draft).logits for draft in drafts]
+
+    programs: list[int] = []
+    run = Kernels.run
+
+    def counted(own: Kernels, program: Program, *arguments: Any) -> None:
+        programs.append(program.count)
+        run(own, program, *arguments)
+
+    monkeypatch.setattr(Kernels, "run", counted)
+    together = logits()
+    if family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2"):
+        assert programs == [2 * native.shape.num_layers] * len(drafts)
+    monkeypatch.setattr(
+        LayerStack,
+        "pieces",
+        lambda stack, inputs: [piece._replace(program=None) for piece in stack._long],
+    )
+    programs.clear()
+    for whole, parts in zip(together, logits(), strict=True):
+        assert torch.equal(whole, parts)
+    assert not programs

@@ -1,5 +1,5 @@
-"""Branches of layers (attention or an MLP, with the norms around them) as the kernels run them: many
-in one call.
+"""Branches of layers (attention or an MLP, with the norms around them) as the kernels run them:
+many in one call.
 
 The structures are those of `kernels.c`. Each class keeps the tensors whose addresses C has.
 """
@@ -49,6 +49,7 @@ class _Branch(ctypes.Structure):
         ("size", _LONG),
         ("head_norm", _POINTER),
         ("normed_heads", _LONG),
+        ("is_norm_over_all", _LONG),
         ("score_scale", _FLOAT),
         ("score_cap", _FLOAT),
         ("sinks", _POINTER),
@@ -107,7 +108,8 @@ class HeadOptions(NamedTuple):
     """What an attention needs beside its linear layers; see `attention.Attention`.
 
     `layer` and `kind` are the indices of the layer and of the kind of its inputs. `norm` [k, size]
-    are the weights of the norms of the first k heads.
+    are the weights of the norms of the first k heads; with `is_norm_over_all`, of one norm over all
+    query heads and one over all key heads.
     """
 
     layer: int
@@ -116,6 +118,7 @@ class HeadOptions(NamedTuple):
     kv_heads: int
     size: int
     norm: Tensor | None
+    is_norm_over_all: bool
     score_scale: float
     score_cap: float | None
     sinks: Tensor | None
@@ -163,6 +166,7 @@ class KernelBranch:
         data.size = heads.size
         data.head_norm = address(heads.norm)
         data.normed_heads = 0 if heads.norm is None else heads.norm.shape[0]
+        data.is_norm_over_all = heads.is_norm_over_all
         data.score_scale = heads.score_scale
         data.score_cap = heads.score_cap or 0.0
         data.sinks = address(heads.sinks)

@@ -1013,6 +1013,7 @@ typedef struct {
     long size;
     const float *head_norm; /* of the first `normed_heads` heads, each with its own weights */
     long normed_heads;
+    long is_norm_over_all; /* instead: one norm over all query heads, one over all key heads */
     float score_scale;
     float score_cap;
     const float *sinks;
@@ -1049,13 +1050,26 @@ static int apply_linear(const linear *layer, const float *input, long rows, floa
     return 0;
 }
 
+static void norm_heads(const branch *part, float *heads, long rows, long stride)
+{
+    if (part->head_norm == NULL) return;
+    if (!part->is_norm_over_all) {
+        rms_norm(heads, rows, stride, part->normed_heads, part->size, part->head_norm, part->size,
+                 part->eps, heads, stride);
+        return;
+    }
+    long queries = part->heads * part->size;
+    long keys = part->kv_heads * part->size;
+    rms_norm(heads, rows, stride, 1, queries, part->head_norm, 0, part->eps, heads, stride);
+    rms_norm(heads + queries, rows, stride, 1, keys, part->head_norm + queries, 0, part->eps,
+             heads + queries, stride);
+}
+
 static int attend_heads(const branch *part, float *heads, long rows, const kind_inputs *inputs,
                         const place *cached, long slot, float *output)
 {
     long width = part->input.outputs;
-    if (part->head_norm)
-        rms_norm(heads, rows, width, part->normed_heads, part->size, part->head_norm, part->size,
-                 part->eps, heads, width);
+    norm_heads(part, heads, rows, width);
     float *keys = part->kv_heads ? cached->keys + slot * part->size : NULL;
     float *values = cached->values + slot * part->size;
     rotate_and_write(heads, rows, width, part->heads, part->kv_heads, part->size, inputs->rotation,

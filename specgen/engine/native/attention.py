@@ -247,8 +247,7 @@ class Attention:
         neighbours; None where they cannot. `scale` is the factor of its output on the residual
         stream."""
         runs = kernel_runs(self.qkv, self.output)
-        has_other_norm = self._qk_norm is not None and self._norm_over == "all"
-        if runs is None or self._is_gated or has_other_norm:
+        if runs is None or self._is_gated:
             return None
         options = HeadOptions(
             self._index,
@@ -257,6 +256,7 @@ class Attention:
             self._kv_heads,
             self._size,
             self._qk_norm,
+            self._norm_over == "all",
             self._scale,
             self._score_cap,
             self._sinks,
