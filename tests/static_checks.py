@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import layer_kinds
-from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import layer_files, read_layer
 from specgen.engine.native.linear import LinearFactory
 from specgen.engine.native.native_model import NativeModel, OuterWeights
+from specgen.engine.native.norms import norm_gain
 from specgen.engine.native.tensors import tensor_shapes
 
 LENGTH = 2048

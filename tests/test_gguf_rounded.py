@@ -4,6 +4,7 @@ and the models that compute with them."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,10 @@ def test_matrices_of_several_types_stand_below_each_other(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "kind"), [("llama", "Q4_0"), ("qwen2", "Q8_0")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "Q4_0"), ("qwen2", "Q8_0"), ("lfm2", "Q5_1"), ("qwen3_5_text", "Q4_0")],
+)
 def test_a_quantised_file_runs_as_it_is(tmp_path: Path, family: str, kind: str) -> None:
     """Its text is that of plain decoding, and its logits are near those of its values in float32,
     which activations in 8 bits change."""
@@ -105,6 +109,10 @@ def test_a_quantised_file_runs_as_it_is(tmp_path: Path, family: str, kind: str) 
         specgen.load(path, device="cpu", dtype="float32") as in_float32,
     ):
         assert pair.target.dtype_name == kind.lower()
+        mixer: Any = pair.target.model.layers[0].mixer  # type: ignore[attr-defined]
+        for linear in (mixer.qkv, mixer.output):
+            assert isinstance(linear, KernelLinear)
+            assert all(weight._matrix.kind >= 3 for _, weight, _ in linear._runs)  # integers
         assert in_float32.target.dtype_name == "float32"
         expected = pair.generate(ids, "ar", sampling).token_ids
         for method in ("lookup", "lookahead", "selfsd"):
@@ -114,4 +122,5 @@ def test_a_quantised_file_runs_as_it_is(tmp_path: Path, family: str, kind: str) 
             opened.target.model.reference_logits([*ids, *expected]) for opened in (pair, in_float32)
         )
         off = (logits - exact).abs().max()
-        assert 0 < off <= 0.05 * exact.abs().max()
+        limit = 0.3 if family == "qwen3_5_text" else 0.05  # its states add up what is rounded
+        assert 0 < off <= limit * exact.abs().max()

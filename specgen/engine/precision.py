@@ -39,7 +39,9 @@ _PACKED_SIZES = {
     **dict.fromkeys(("Q8_0", "Q6_K", "IQ4_XS", "MXFP4"), 34 / 32),
 }
 # matrices that the native decoder runs in float32 although kernels take others as they are stored
-_IN_FLOAT32 = re.compile(r"\.(experts|router|gate|shared_experts?|linear_attn|conv)\.")
+_IN_FLOAT32 = re.compile(r"\.(experts|router|gate|shared_experts?)\.")
+# matrices that are never rounded, nor computed with as quantised files store them
+_UNROUNDED = re.compile(r"\.linear_attn\.in_proj_(a|b|ba)\.")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
@@ -120,8 +122,6 @@ def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
     why = target.rounding_refusal
     if why is not None:
         pass
-    elif _is_recurrent(target) and kernels() is None:
-        why = f"{target.name} has recurrent layers, whose states would depend on the passes"
     elif device.type != "cpu" or machine.launch() is not None:
         why = f"{target.name} would run on {device}" + (
             " of several processes" if device.type == "cpu" else ""
@@ -135,12 +135,12 @@ def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
             problem,
             "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu",
         )
+    reason = "chosen by --dtype"
     if kernels() is not None:
-        return Precision(torch.float32, "chosen by --dtype", "int8")
+        return Precision(torch.float32, reason, "int8", wide_attention=_is_recurrent(target))
     warning = None
     if _lacks_kernels():
         warning = f"torch computes the int8 products of {target.name}, slowly: {why_none()}"
-    reason = "chosen by --dtype"
     return Precision(torch.float32, reason, "int8", wide_attention=True, warning=warning)
 
 
@@ -176,7 +176,9 @@ def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Prec
         return Precision(own, "the dtype of its weights")
     stored_type = _computable_type(model)
     if stored_type is not None:
-        return Precision(torch.float32, "as in its file", stored_type=stored_type)
+        wide = _is_recurrent(model)
+        reason = "as in its file"
+        return Precision(torch.float32, reason, stored_type=stored_type, wide_attention=wide)
     chosen = _on_cpu(narrow, model)
     is_quantised = is_gguf(model.folder) and not _is_stored_in_floats(model)
     if is_quantised and chosen.warning is None and _lacks_kernels():
@@ -197,7 +199,7 @@ def _computable_type(model: ModelFiles) -> str | None:
     is_alone = machine.launch() is None
     if not is_gguf(model.folder) or model.architecture is None or not is_alone or kernels() is None:
         return None
-    if _is_recurrent(model) or model.architecture.mixture is not None:
+    if model.architecture.mixture is not None:
         return None
     sizes: Counter[str] = Counter()
     for dimensions, kind in model.stored_tensors.values():
@@ -302,9 +304,14 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
         for name, count in files.parameters.items():
             dimensions, kind = stored[name]
             if len(dimensions) == 2 and not _IN_FLOAT32.search(name):
-                sizes[name] = round(count * min(size, sizes_of_types.get(kind, size)))
+                known = _STORED_SIZES if _UNROUNDED.search(name) else sizes_of_types
+                sizes[name] = round(count * min(size, known.get(kind, size)))
     if weights.rounding is not None:
-        tables = {name: name for name in sizes if len(stored[name][0]) == 2}
+        tables = {
+            name: name
+            for name in sizes
+            if len(stored[name][0]) == 2 and not _UNROUNDED.search(name)
+        }
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
             tables[HEAD] = embedding

@@ -37,8 +37,31 @@ def _rows_in_halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def moves_rows(change: Change) -> bool:
-    """Whether a change only puts the rows of a matrix in another order."""
-    return isinstance(change, partial) and change.func is _rows_in_halves
+    """Whether a change only puts the rows of matrices in another order."""
+    is_of_halves = isinstance(change, partial) and change.func is _rows_in_halves
+    return is_of_halves or isinstance(change, RowOrder)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """A change that only puts the rows of matrices in another order."""
+
+    change: Change
+
+    def __call__(self, *matrices: torch.Tensor) -> torch.Tensor:
+        return self.change(*matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOrder:
+    """A change that only puts the columns of a matrix in another order, `size` neighbours at a
+    time. `move` does it for a matrix with any number of columns in place of `size`."""
+
+    move: Callable[[torch.Tensor, int], torch.Tensor]
+    size: int
+
+    def __call__(self, matrix: torch.Tensor) -> torch.Tensor:
+        return self.move(matrix, self.size)
 
 
 def less_one(metadata: Metadata) -> Change:
@@ -122,14 +145,14 @@ def grouped_rows(metadata: Metadata) -> Change:
     """For a matrix with `value_size` rows for each value head: puts the heads into the model's
     order."""
     heads = delta_heads(metadata)
-    return partial(heads.grouped, size=heads.value_size)
+    return RowOrder(partial(heads.grouped, size=heads.value_size))
 
 
 def grouped_columns(metadata: Metadata) -> Change:
     """For a matrix with `value_size` columns for each value head: puts the heads into the model's
     order."""
     heads = delta_heads(metadata)
-    return lambda weight: heads.grouped(weight.t(), heads.value_size).t()
+    return ColumnOrder(lambda matrix, size: heads.grouped(matrix.t(), size).t(), heads.value_size)
 
 
 def grouped_last(metadata: Metadata) -> Change:
@@ -142,7 +165,7 @@ def grouped_last(metadata: Metadata) -> Change:
         values = heads.grouped(stored[others:], heads.value_size)
         return torch.cat((stored[:others], values))
 
-    return change
+    return RowOrder(change)
 
 
 def grouped_convolution(metadata: Metadata) -> Change:
@@ -175,4 +198,4 @@ def by_key_head(metadata: Metadata) -> Change:
         of_heads = [rows.reshape(heads.keys, -1, rows.shape[1]) for rows in sorts]
         return torch.cat(of_heads, dim=1).flatten(0, 1)
 
-    return change
+    return RowOrder(change)

@@ -27,6 +27,7 @@ from specgen.engine.gguf.blocks import (
     scales_and_minima,
     with_fifth_bits,
 )
+from specgen.engine.gguf.changes import ColumnOrder
 from specgen.engine.kernels.packing import GROUP, LARGEST_INT4, Rounded, rounded_to_8_bits
 
 _FLOAT_BYTES = 4
@@ -128,6 +129,15 @@ def _parts(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     elements = groups * GROUP
     floats = matrix[:, elements:].view(torch.float32)
     return matrix[:, :elements], floats[:, :groups], floats[:, groups:]
+
+
+def with_columns_moved(matrix: torch.Tensor, order: ColumnOrder) -> torch.Tensor:
+    """Returns a matrix of bytes with its columns in another order, which moves whole groups."""
+    moved = torch.empty_like(matrix)
+    sizes = order.size, order.size // GROUP, order.size // GROUP
+    for new, old, size in zip(_parts(moved), _parts(matrix), sizes, strict=True):
+        new.copy_(order.move(old, size))
+    return moved
 
 
 def as_rounded(matrix: torch.Tensor) -> list[Rounded]:

@@ -19,10 +19,11 @@ import torch
 
 from specgen.engine.gguf.architectures import ARCHITECTURES, Architecture
 from specgen.engine.gguf.blocks import GgufTensor, read_tensor
-from specgen.engine.gguf.changes import Change, moves_rows
+from specgen.engine.gguf.changes import Change, ColumnOrder, moves_rows
 from specgen.engine.gguf.file import GgufFile, open_gguf
 from specgen.engine.gguf.metadata import Metadata
-from specgen.engine.gguf.rounded import is_exact, is_rounded, read_rounded
+from specgen.engine.gguf.rounded import is_exact, is_rounded, read_rounded, with_columns_moved
+from specgen.engine.kernels.packing import GROUP
 
 # read by `config`
 _SETTINGS = re.compile(
@@ -58,20 +59,28 @@ class _Stored:
 
     def read_rounded(self) -> torch.Tensor:
         """Returns a quantised matrix as bytes (see `rounded`), its rows as the model has them."""
-        rows = read_rounded(self.sources[0])
-        return rows if self.change is None else self.change(rows)
+        matrices = [read_rounded(source) for source in self.sources]
+        if self.change is None:
+            return matrices[0]
+        if isinstance(self.change, ColumnOrder):
+            return with_columns_moved(matrices[0], self.change)
+        return self.change(*matrices)
 
     @property
     def is_rounded(self) -> bool:
-        """Whether it is stored as `read_rounded` can read it: rows in another order at most."""
-        has_rows = self.change is None or moves_rows(self.change)
-        is_whole = len(self.sources) == 1 and self.expert is None
-        return has_rows and is_whole and is_rounded(self.sources[0])
+        """Whether it is stored as `read_rounded` can read it: rows, or whole groups of a row, in
+        another order at most."""
+        change = self.change
+        if isinstance(change, ColumnOrder):
+            has_rows = change.size % GROUP == 0
+        else:
+            has_rows = change is None or moves_rows(change)
+        return has_rows and self.expert is None and all(map(is_rounded, self.sources))
 
     @property
     def is_exact(self) -> bool:
         """Whether `read_rounded` returns exactly what the file says."""
-        return self.is_rounded and is_exact(self.sources[0])
+        return self.is_rounded and all(map(is_exact, self.sources))
 
     @property
     def has_rows(self) -> bool:

@@ -156,12 +156,19 @@ class Recurrent:
 
     @property
     def projections(self) -> Mapping[str, int]:
-        """How many rows each of the delta rule's projections has, by the end of its name in the
-        files."""
-        heads, values = self.value_heads, self.value_heads * self.value_size
+        """How many rows each projection to the delta rule's queries, keys, values and output gates
+        has, by the end of its name in the files."""
+        values = self.value_heads * self.value_size
         if self.by_head:
-            return {"_qkvz": self.channels + values, "_ba": 2 * heads}
-        return {"_qkv": self.channels, "_z": values, "_b": heads, "_a": heads}
+            return {"_qkvz": self.channels + values}
+        return {"_qkv": self.channels, "_z": values}
+
+    @property
+    def step_projections(self) -> Mapping[str, int]:
+        """As `projections`, to its update gates and time steps."""
+        if self.by_head:
+            return {"_ba": 2 * self.value_heads}
+        return {"_b": self.value_heads, "_a": self.value_heads}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,12 @@ embedding rotates together are neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from math import sqrt
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from specgen.engine.devices import move
 from specgen.engine.kernels.branches import BranchNorms, KernelBranch
-from specgen.engine.kernels.library import kernels
-from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.native.architecture import MLP, Architecture, Mixer
 from specgen.engine.native.attention import Attention
 from specgen.engine.native.experts import Experts
@@ -27,52 +22,12 @@ from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer_files import LayerWeights
 from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.mlp import ACTIVATIONS, DenseMLP
+from specgen.engine.native.norms import Norm, norm_function, rms_norm
 from specgen.engine.native.recurrence import DeltaNet, ShortConv
-
-# RMSNorm of hidden states [..., width]
-Norm = Callable[[torch.Tensor], torch.Tensor]
-
-
-def norm_gain(architecture: Architecture, dtype: torch.dtype, *devices: torch.device) -> float:
-    """Returns the factor `gain` by which weights that read a norm's output are multiplied, and
-    `norm_function`'s output is divided.
-
-    It is sqrt(width) in float32 on CPUs without our own kernels, where RMSNorm then takes three
-    operations instead of torch's eight, and 1 elsewhere.
-    """
-    is_fast = (
-        architecture.pre_norms
-        and dtype == torch.float32
-        and all(device.type == "cpu" for device in devices)
-        and kernels() is None
-    )
-    return sqrt(architecture.hidden_size) if is_fast else 1.0
-
-
-def norm_function(eps: float, gain: float = 1.0, weight: torch.Tensor | None = None) -> Norm:
-    """Returns a function that computes RMSNorm of hidden states [..., width], with the norm's
-    `weight` [width] (None: without weights), and divided by `gain`.
-
-    `gain` is 1 or sqrt(width), see `norm_gain`, and 1 with a weight.
-    """
-    if gain == 1.0:
-        return partial(_normed, eps, weight)
-    with torch.inference_mode(False):
-        root = torch.tensor(gain * sqrt(eps))
-    return lambda hidden: hidden / torch.linalg.vector_norm(hidden, 2, -1, True).hypot_(root)
 
 
 def _unchanged(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
-
-
-def _normed(eps: float, weight: torch.Tensor | None, hidden: torch.Tensor) -> torch.Tensor:
-    own = kernels_for(hidden.device, hidden.dtype)
-    if own is None or torch.is_grad_enabled():
-        return functional.rms_norm(hidden, hidden.shape[-1:], weight, eps)
-    if hidden.dim() == 2:
-        return own.rms_norm(hidden, weight, eps)
-    return own.rms_norm(hidden.reshape(-1, hidden.shape[-1]), weight, eps).view(hidden.shape)
 
 
 class Branch(Protocol):
@@ -101,8 +56,8 @@ class NativeLayer:
     """A decoder layer with its weights. `kind` is the index of its inputs in `PassInputs.kinds`.
 
     `make_linear` makes a linear layer from a weight [out, in], a bias or None, and the factor of
-    its output on the residual stream. `gain` is as for `norm_function`. The hidden states are moved
-    to `device` first (None: they are on the right one). `wide_attention`: see `Attention`.
+    its output on the residual stream. `gain` is as for `norms.norm_function`. The hidden states are
+    moved to `device` first (None: they are on the right one). `wide_attention`: see `Attention`.
     """
 
     attention: Callable[..., Branch] = Attention
@@ -190,7 +145,7 @@ class NativeLayer:
             gated = self._activation(gate(hidden)) * move(
                 inputs.per_layer[:, self._index], hidden.device
             )
-            hidden = hidden.add_(_normed(self._eps, norm, projection(gated)))
+            hidden = hidden.add_(rms_norm(self._eps, norm, projection(gated)))
         return hidden if self._scalar == 1.0 else hidden.mul_(self._scalar)
 
     @property
@@ -217,6 +172,6 @@ class NativeLayer:
             return branch.output.add_to(hidden, x)
         # in training, products are in bfloat16 and norms in float32
         added = branch.output(x).to(post_norm.dtype)
-        added = _normed(self._eps, post_norm, added)
+        added = rms_norm(self._eps, post_norm, added)
         add = hidden.add if torch.is_grad_enabled() else hidden.add_
         return add(added, alpha=self._scale)

@@ -135,8 +135,8 @@ def read_layer(
     """Returns the weights of layer `index` in `dtype`, with norms and scales folded in.
 
     `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms
-    before attention and MLP (see `layer.norm_gain`). `is_normed` False: the attention's input has
-    no norm. `dtype` None, for our own kernels: the matrices of attention and dense MLP stay as
+    before attention and MLP (see `norms.norm_gain`). `is_normed` False: the attention's input has
+    no norm. `dtype` None, for our own kernels: the matrices of mixer and dense MLP stay as
     `take_matrix` returns them, with nothing folded in, and all else is in float32.
     """
     files = layer_files(architecture, index)
@@ -165,8 +165,10 @@ def read_layer(
 
     mixer: AttentionWeights | RecurrentWeights
     if isinstance(files.mixer, RecurrentFiles):
-        mixer = read_recurrence(files.mixer, architecture, take, others, mixer_gain)
-        attention_norm = None
+        own_gain = None if dtype is None else mixer_gain
+        mixer = read_recurrence(files.mixer, architecture, take, dtype, own_gain, take_matrix)
+        if dtype is not None:
+            attention_norm = None
     elif dtype is None:
         mixer = read_attention(files.mixer, architecture, take, None, None, take_matrix)
     else:
@@ -190,5 +192,5 @@ def final_norm(
     architecture: Architecture, take: Take, dtype: torch.dtype, gain: float = 1.0
 ) -> torch.Tensor:
     """Returns the weight [width] of the norm before the LM head, multiplied by `gain` (see
-    `layer.norm_gain`)."""
+    `norms.norm_gain`)."""
     return ((take(FINAL_NORM).float() + architecture.norm_weight_offset) * gain).to(dtype)

@@ -290,6 +290,24 @@ class LinearFactory:
         )
 
 
+def unrounded(
+    make_linear: MakeLinear, weight: Tensor, bias: Tensor | None = None, *, is_wide: bool = False
+) -> Multiply:
+    """Returns a function that computes x W^T + bias with the weight [out, in] as it is, whatever
+    `make_linear` rounds weights to.
+
+    `is_wide`: without our own kernels it computes in float64, which it returns; rounded to float32,
+    a row does not depend on the rows beside it.
+    """
+    if make_linear.kernels is not None:
+        packed = pack_floats(weight, make_linear.kernels.library)
+        return KernelLinear(make_linear.kernels, [packed], bias, 1.0)
+    if not is_wide:
+        return DenseLinear(weight, bias)
+    wide = DenseLinear(weight.double(), None if bias is None else bias.double())
+    return lambda x: wide(x.double())
+
+
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
     """Whether packed products in this dtype work on this machine: compares one with torch's own for

@@ -36,7 +36,7 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_function, norm_gain
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import (
     EMBEDDING,
     EXIT_HEAD,
@@ -48,6 +48,7 @@ from specgen.engine.native.layer_files import (
 )
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
+from specgen.engine.native.norms import norm_function, norm_gain
 from specgen.engine.native.recurrent_states import RecurrentStates
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.weights import WeightFiles, model_files
@@ -117,7 +118,7 @@ class OuterWeights(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is a factor in the weights that follow a norm (see `layer.norm_gain`). `exact` pads
+    `norm_gain` is a factor in the weights that follow a norm (see `norms.norm_gain`). `exact` pads
     passes so that in drafts without branches a token's logits have the same bits whichever tokens
     are run with it. With our own kernels they have, in draft trees too, and nothing is padded.
     `captures` makes the functions that `forward` returns run short passes as CUDA graphs (see
@@ -143,7 +144,7 @@ class NativeModel:
         self.dtype = dtype
         self.device = outer.norm.device
         self.norm_gain = norm_gain
-        self.norm = norm_function(architecture.norm_eps, norm_gain)
+        self._unit_norm = norm_function(architecture.norm_eps, norm_gain)
         self.kernels = kernels_for(self.device, dtype)
         self.exact = exact and self.kernels is None
         self.layer_devices = layer_devices or [self.device] * len(architecture.layers)
@@ -222,8 +223,15 @@ class NativeModel:
     def norm_and_head(self, hidden: torch.Tensor, outer: OuterWeights) -> ModelOutput:
         """Returns the output for hidden states [n, width] after the last layer: logits, and hidden
         states after the final norm."""
-        states = self.norm(hidden) * outer.norm
+        states = self.normed(hidden, outer.norm)
         return ModelOutput(final_logits(self.architecture, outer.head(states)), states)
+
+    def normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns hidden states [n, width] after the final norm, whose `weight` [width] contains
+        `norm_gain`."""
+        if self.kernels is None or torch.is_grad_enabled():
+            return self._unit_norm(hidden) * weight
+        return self.kernels.rms_norm(hidden, weight, self.architecture.norm_eps)
 
     def head_logits(self, hidden: torch.Tensor, *, is_raw: bool = False) -> torch.Tensor:
         """Returns the logits [n, vocabulary] that the LM head computes from hidden states [n,
@@ -415,7 +423,7 @@ class NativeForward:
         if not self.taps:
             return hidden, None
         if model.shape.num_layers in self.taps:
-            tapped[model.shape.num_layers] = model.norm(hidden) * model.outer.norm
+            tapped[model.shape.num_layers] = model.normed(hidden, model.outer.norm)
         return hidden, torch.cat([move(tapped[index], model.device) for index in self.taps], dim=-1)
 
     def _hidden(self, forward_pass: ForwardPass, rows: int) -> torch.Tensor:

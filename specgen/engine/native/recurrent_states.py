@@ -185,24 +185,23 @@ class ConvRecords(Records):
     def __call__(
         self, steps: Steps, x: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Returns the output [n, channels] in float32, for inputs [n, channels]. `weight` is
-        [channels, kernel size], `bias` [channels]."""
+        """Returns the output [n, channels] for inputs [n, channels], in float32 or in their wider
+        dtype. `weight` is [channels, kernel size], `bias` [channels]."""
         size = weight.shape[1]
         count = x.shape[0]
         rows, begin = self._written(steps, x, size - 1)
         table = steps.ancestors(size)
         start = steps.first - begin - size + 1
+        dtype = torch.promote_types(x.dtype, torch.float32)
         total = (
-            torch.zeros_like(x, dtype=torch.float32)
-            if bias is None
-            else bias.float().expand(count, -1)
+            torch.zeros_like(x, dtype=dtype) if bias is None else bias.to(dtype).expand(count, -1)
         )
-        for number, factors in enumerate(weight.float().t()):
+        for number, factors in enumerate(weight.to(dtype).t()):
             if table is None:
                 part = rows[start + number : start + number + count]
             else:
                 part = rows.index_select(0, table[:, number].to(rows.device) - begin)
-            total = torch.addcmul(total, part.float(), factors)
+            total = torch.addcmul(total, part.to(dtype), factors)
         return total
 
     def _written(self, steps: Steps, x: Tensor, before: int) -> tuple[Tensor, int]:
@@ -242,7 +241,7 @@ class StateRecords(Records):
         decay: Tensor,
         beta: Tensor | None = None,
     ) -> Tensor:
-        """Returns what queries read, [n, H, value size]. All is in float32.
+        """Returns what queries read, [n, H, value size]. All is in float32, or in float64.
 
         `query` and `key` are [n, Hk, key size], `value` [n, H, value size], `decay` [n, H,
         channels] is the logarithm of the decay. With `beta` [n, H] updates follow from the delta

@@ -26,7 +26,7 @@ from specgen.engine.native.attend import attend_batch
 from specgen.engine.native.attention import Attention, AttentionWeights
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import (
     EMBEDDING,
     FINAL_NORM,
@@ -36,6 +36,7 @@ from specgen.engine.native.layer_files import (
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.norms import norm_function
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.part import (
@@ -91,7 +92,7 @@ class BlockLayers:
     """The layers of a head with their weights on `device`, for drafting and for training.
 
     `make_linear` makes a linear layer as for `NativeLayer`, `norm_gain` is `gain` of
-    `layer.norm_function`, and `make_layer` is the class of the layers.
+    `norms.norm_function`, and `make_layer` is the class of the layers.
     """
 
     def __init__(

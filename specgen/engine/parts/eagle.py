@@ -26,10 +26,11 @@ from specgen.engine.model_runner import DraftTraits, ModelRunner, Runners
 from specgen.engine.native.attend import attend_batch
 from specgen.engine.native.attention import Attention
 from specgen.engine.native.inputs import PassInputs, layer_kinds
-from specgen.engine.native.layer import NativeLayer, norm_function
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import FINAL_NORM, HEAD, read_layer
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import MakeLinear
+from specgen.engine.native.norms import norm_function
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
     AssistantWeights,
@@ -124,7 +125,7 @@ class EagleLayers:
     """The layers of an EAGLE head with their weights on `device`, for drafting and for training.
 
     `make_linear` makes a linear layer from a weight, a bias and a factor, as for `NativeLayer`;
-    `norm_gain` is `gain` of `layer.norm_function`. `first_layer` is the class of the first layer.
+    `norm_gain` is `gain` of `norms.norm_function`. `first_layer` is the class of the first layer.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ from specgen.engine.native.attend import WIDE, attend, attend_batch
 from specgen.engine.native.attention import head_order
 from specgen.engine.native.attention_mask import chain_mask
 from specgen.engine.native.inputs import PassInputs, layer_kinds
-from specgen.engine.native.layer import norm_function
 from specgen.engine.native.layer_files import EMBEDDING, HEAD, final_norm
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.norms import norm_function
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
 from specgen.engine.parts.part import DecoderRunner, GlideWeights, native_layers
@@ -102,7 +102,7 @@ class GlideLayers:
     self-attention, cross-attention and an MLP.
 
     The weights are rounded to `dtype`. All operations can be differentiated. `norm_gain` is `gain`
-    of `layer.norm_function`.
+    of `norms.norm_function`.
     """
 
     def __init__(

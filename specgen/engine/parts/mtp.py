@@ -41,7 +41,6 @@ from specgen.engine.native.config_reading import attention_architecture, read_ar
 from specgen.engine.native.families import tensor_names
 from specgen.engine.native.inputs import InputMaker, KindInputs, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import LayerEntries
-from specgen.engine.native.layer import norm_function, norm_gain
 from specgen.engine.native.layer_files import (
     EMBEDDING,
     FINAL_NORM,
@@ -51,6 +50,7 @@ from specgen.engine.native.layer_files import (
 )
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.norms import norm_function, norm_gain
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.head_files import (
     OTHER_HEAD,
@@ -197,7 +197,7 @@ class MtpLayer:
     """Drafting layer number `index`, with the projection before it and the norm after it.
 
     `make_linear` makes a linear layer from a weight, a bias and a factor, as for `NativeLayer`;
-    `norm_gain` is `gain` of `layer.norm_function`.
+    `norm_gain` is `gain` of `norms.norm_function`.
     """
 
     def __init__(

@@ -37,11 +37,11 @@ from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import norm_function, norm_gain
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.norms import norm_function, norm_gain
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.part import FeatureRunner, native_layers
 from specgen.engine.penalties import PenaltyProcessor

@@ -19,9 +19,10 @@ from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import EMBEDDING, read_layer
 from specgen.engine.native.linear import LinearFactory, MakeLinear
+from specgen.engine.native.norms import norm_gain
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Take
 
@@ -273,7 +274,7 @@ class DecoderRunner(ModelRunner):
     may be run by either backend.
 
     `target_model` supplies the embedding if the head has none. `inputs` makes the inputs of the
-    head's passes, `make_linear` makes its linear layers; `gain` is that of `layer.norm_function`.
+    head's passes, `make_linear` makes its linear layers; `gain` is that of `norms.norm_function`.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ def native_layers(
     """Returns one layer for each of `kinds` (indices in `PassInputs.kinds`).
 
     `take` returns their weights, under the names of the layers `first`, `first` + 1, ... `gain` is
-    that of `layer.norm_function`.
+    that of `norms.norm_function`.
     """
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):

@@ -33,7 +33,7 @@ from specgen.engine.native.attention import Attention
 from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.inputs import layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer, norm_gain
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import final_norm, layer_files, read_layer
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
 from specgen.engine.native.native_model import (
@@ -44,6 +44,7 @@ from specgen.engine.native.native_model import (
     return_free_memory,
     table_names,
 )
+from specgen.engine.native.norms import norm_gain
 from specgen.engine.native.tensors import Unit, walk
 from specgen.engine.spread.ranks import Group, joined
 from specgen.engine.weights import WeightFiles
