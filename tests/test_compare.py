@@ -28,6 +28,7 @@ from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.machine import ARITHMETIC
 from specgen.base.types import Draft, Verdict
+from specgen.compare import transformers_generate
 from specgen.compare.results import as_fast_as, candidates, method_results
 from specgen.compare.runner import read_comparison
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
@@ -151,7 +152,8 @@ def test_every_figure_recomputes_from_the_trace(compare: Compare, tmp_path: Path
                 assert rows[line["method"], category][name] == (
                     "" if value is None else str(reported[name])
                 )
-        cells = next(row for row in table.splitlines() if row.startswith(line["method"] + " "))
+        beginnings = f"{line['method']} ", f"{line['method']}, float32 "
+        cells = next(row for row in table.splitlines() if row.startswith(beginnings))
         assert {f"{line['tokens_per_second']:,.1f}", f"{line['speedup']:.2f}×"} <= set(
             cells.split()
         )
@@ -604,12 +606,63 @@ def test_the_baselines_give_transformers_output_and_count_its_passes(
     starts = [line for line in parsed(trace.read_text()) if line["type"] == "start"]
     own = starts[0]
     baseline = next(line for line in starts if line["method"] == "transformers-assisted")
-    assert baseline["settings"] == {"k": 3, "schedule": "constant", "threshold": 0.0}
+    settings = {"k": 3, "schedule": "constant", "threshold": 0.0, "dtype": "float32"}
+    assert baseline["settings"] == settings
     assert (baseline["sampling"], set(baseline), baseline["draft"]) == (
         own["sampling"],
         set(own),
         models[3],
     )
+
+
+def test_a_target_stored_in_16_bits_has_baselines_in_both_dtypes(
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama").bfloat16()
+    draft = near_copy(model)
+    models = ("-t", save(model, tmp_path / "target"), "-d", save(draft, tmp_path / "draft"))
+    run_in: list[tuple[str, torch.dtype, torch.dtype | None]] = []
+    tokenizers_of = transformers_generate._tokenizers
+
+    def recorded(pair: Any, target: Any, assistant: Any) -> dict[str, Any]:
+        run_in.append((pair.target.dtype_name, target.dtype, getattr(assistant, "dtype", None)))
+        return tokenizers_of(pair, target, assistant)
+
+    monkeypatch.setattr(transformers_generate, "_tokenizers", recorded)
+    options = ("-m", "transformers,transformers-assisted:k=2", "-n", "4", *ONCE)
+    code, out, _ = compare(*options, "--json", models=models)
+    assert code == 0
+    assert {line["method"]: line["settings"].get("dtype") for line in parsed(out)} == {
+        "ar": None,
+        "transformers": "float32",
+        "transformers:dtype=bfloat16": "bfloat16",
+        "transformers-assisted:k=2": "float32",
+        "transformers-assisted:k=2:dtype=bfloat16": "bfloat16",
+    }
+    wide, narrow = torch.float32, torch.bfloat16
+    assert set(run_in) == {
+        ("float32", own, assistant) for own in (wide, narrow) for assistant in (own, None)
+    }
+    run_in.clear()
+    out = compare(*options, "--dtype", "bfloat16", models=models)[1]
+    names = {line.split("  ")[0] for line in out.splitlines()}
+    assert {name for name in names if name.startswith("transformers")} == {
+        "transformers, bfloat16",
+        "transformers-assisted:k=2, bfloat16",
+    }
+    assert {target for _, target, _ in run_in} == {narrow}
+
+
+def test_a_baseline_with_other_numbers_may_give_other_tokens(compare: Compare) -> None:
+    """The target's weights are rounded, and transformers' are not."""
+    options = ("-m", "transformers:dtype=float32", "-n", "32", "--repeats", "1", "--limit", "4")
+    code, out, _ = compare(*options, "--dtype", "int8", "--json")
+    assert code == 0
+    assert parsed(out)[1]["diverged"] > 0
+    _, out, _ = compare(*options, "--dtype", "int8")
+    words = " ".join(out.split())
+    assert "transformers, float32: it computes otherwise than the target" in words
+    assert "comes first" not in words
 
 
 # ------------------------------------------------------- turns, records, predictions, interruptions
@@ -720,7 +773,7 @@ def test_answers_of_a_chat_end_with_the_turn(
         assert code == 0, err
         assert [(line["identical"], line["new_tokens"] <= longest) for line in parsed(out)] == [
             (1, True)
-        ] * 3
+        ] * 4
         assert all((line["new_tokens"] == 48) == (longest == 48) for line in parsed(out))
 
 

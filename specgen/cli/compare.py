@@ -29,7 +29,7 @@ from specgen.base.types import QUANTISED, SamplingParams
 from specgen.cli.commands import check_outputs, options_given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingGroup, SamplingOptions
-from specgen.compare.method_specs import MethodSpec, parse_specs
+from specgen.compare.method_specs import MethodSpec, parse_specs, with_dtypes
 from specgen.compare.prompts import load_prompts
 from specgen.compare.results import (
     BenchmarkConfig,
@@ -114,6 +114,9 @@ def compare(
             config = replace(config, specs=specs)
             _say(f"tuned: {taken}" if taken else "", err, output)
 
+        adds_rows = recorded is None or bool(asked.methods)
+        specs = with_dtypes(config.specs, pair.target, adds_rows=adds_rows)
+        config = replace(config, specs=specs)
         runner, note = _runner(pair, config, trace, recorded, output.trace_path)
         _say(note, err, output)
         runner.deadline = begin + (asked.budget or (USUAL_BUDGET if is_default else math.inf))

@@ -207,7 +207,8 @@ COMPARE_ROWS: Rows = {
         "Methods separated by commas, settings after the name: "
         "svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
         "likely to be fast here; all: every one. "
-        "transformers and transformers-assisted are baselines.",
+        "transformers and transformers-assisted are baselines, on a CPU in float32 and, if the "
+        "target is stored in 16 bits, in its dtype too.",
     ),
     "prompts": (
         "FILE",

@@ -9,6 +9,16 @@ from typing import ClassVar
 from specgen.base.settings import Setting
 from specgen.methods.base import DraftModelMethod, Method
 
+_DTYPE = {
+    "dtype": Setting(
+        "",
+        (
+            "of weights and computations; where empty, that of the target's computations. On a "
+            "CPU in float32, a target that is stored in 16 bits is measured in its dtype, too"
+        ),
+        choices=("", "float32", "bfloat16", "float16"),
+    )
+}
 _SETTINGS = {
     "k": Setting(
         0,
@@ -27,12 +37,14 @@ _SETTINGS = {
     "threshold": Setting(
         -1.0, "a draft ends at a probability below it; -1: transformers' own choice, 0: off", -1, 1
     ),
+    **_DTYPE,
 }
 
 
 class TransformersGenerate(Method):
     name = "transformers"
     paper = "transformers' generate"
+    settings: ClassVar = _DTYPE
 
 
 class TransformersAssisted(DraftModelMethod):

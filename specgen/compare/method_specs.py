@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Value
 from specgen.compare.baselines import BASELINES
 from specgen.methods import METHODS, Choice
+
+if TYPE_CHECKING:
+    from specgen.engine.loaded_model import LoadedModel
 
 REFERENCE = "ar"  # plain decoding, which all other methods are compared with
 EVERY = "all"
@@ -20,11 +24,15 @@ EVERY = "all"
 class MethodSpec:
     """A method and its settings. `written` is the text on the command line, which identifies the
     method in results. `tuned_on` are the fingerprints of the prompts on which `specgen tune` chose
-    these settings; None if they are not from a profile."""
+    these settings; None if they are not from a profile. `has_own_numbers`: a baseline that computes
+    in another dtype than the target, or without its rounded weights, and so may give other tokens
+    than a lossless method.
+    """
 
     written: str
     choice: Choice
     tuned_on: frozenset[str] | None = None
+    has_own_numbers: bool = False
 
     @property
     def name(self) -> str:
@@ -38,6 +46,18 @@ class MethodSpec:
     def is_baseline(self) -> bool:
         """Whether the method is one of transformers' own."""
         return self.name in BASELINES
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of a baseline; empty if it is not known yet, and for specgen's methods."""
+        return str(self.choice.settings.values.get("dtype", "")) if self.is_baseline else ""
+
+    @property
+    def label(self) -> str:
+        """What tables call the method: as it is written, a baseline with its dtype."""
+        if not self.dtype:
+            return self.written
+        return f"{self.written.replace(f':dtype={self.dtype}', '')}, {self.dtype}"
 
     @property
     def resolved(self) -> dict[str, Value]:
@@ -73,6 +93,36 @@ def parse_spec(written: str) -> MethodSpec:
             f"{written} would copy its own earlier outputs", "Leave history out in compare"
         )
     return MethodSpec(written, choice)
+
+
+def with_dtypes(
+    specs: Sequence[MethodSpec], target: LoadedModel, *, adds_rows: bool
+) -> list[MethodSpec]:
+    """Returns `specs` with the dtypes of their baselines: where none is written, the one in which
+    the target computes.
+
+    With `adds_rows`, a baseline without a written dtype is followed by the same in the 16-bit dtype
+    in which the target is stored, if the target computes in another one on a CPU.
+    """
+    own = str(target.dtype).removeprefix("torch.")
+    stored = target.stored_dtype if adds_rows else None
+    found = []
+    for spec in specs:
+        if not spec.is_baseline:
+            found.append(spec)
+            continue
+        found.append(_in_dtype(spec, spec.dtype or own, target))
+        if stored is not None and not spec.dtype:
+            narrow = parse_spec(f"{spec.written}:dtype={stored}")
+            found.append(_in_dtype(narrow, stored, target))
+    return list({spec.written: spec for spec in reversed(found)}.values())[::-1]
+
+
+def _in_dtype(spec: MethodSpec, dtype: str, target: LoadedModel) -> MethodSpec:
+    settings = spec.choice.settings.with_value("dtype", dtype)
+    has_own_numbers = dtype != target.dtype_name
+    choice = replace(spec.choice, settings=settings)
+    return replace(spec, choice=choice, has_own_numbers=has_own_numbers)
 
 
 def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:

@@ -176,7 +176,7 @@ class MethodResult:
 
     @property
     def name(self) -> str:
-        return self.category or self.spec.written
+        return self.category or self.spec.label
 
     @property
     def is_reference(self) -> bool:
@@ -189,11 +189,17 @@ class MethodResult:
         return {} if self.differences is None else count_outcomes(self.prompts, self.differences)
 
     @property
-    def broken(self) -> Difference | None:
-        """The first difference from plain decoding's output that rounding does not explain, which a
-        lossless method must not have; None if there is none."""
+    def diverged(self) -> Difference | None:
+        """The first difference from plain decoding's output that rounding does not explain; None if
+        there is none."""
         broken = (difference for difference in self.differences or () if difference.is_broken)
         return next(broken, None)
+
+    @property
+    def broken(self) -> Difference | None:
+        """As `diverged`, but None for a method that may have such a difference: a baseline with
+        other numbers than the target's."""
+        return None if self.spec.has_own_numbers else self.diverged
 
     def rows(self, *, by_category: bool) -> list[MethodResult]:
         """The rows of a table: this one, and with `by_category` one for each category."""
@@ -295,9 +301,9 @@ def _ratio(sums: Any) -> Any:
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """Returns the results in this order: plain decoding, lossless methods, methods with a wrong
-    output although they should be lossless, lossy methods, methods that did not run; of each kind
-    the fastest first."""
+    """Returns the results in this order: plain decoding, lossless methods, methods that should
+    be and had another output, lossy methods, methods that did not run; of each kind the fastest
+    first."""
 
     def group(result: MethodResult) -> int:
         if result.is_reference:
@@ -306,18 +312,23 @@ def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
             return 4
         if not result.spec.lossless:
             return 3
-        return 2 if result.broken else 1
+        return 2 if result.diverged else 1
 
     return sorted(results, key=lambda result: (group(result), -(result.speedup or 0.0)))
 
 
 def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
-    """The methods that can be the best one, fastest first: those that are lossless and have a
-    speedup and no wrong output, but not plain decoding."""
+    """The methods that can be the best one, fastest first: those that keep the target's output and
+    have a speedup, but not plain decoding."""
+
+    def keeps_output(result: MethodResult) -> bool:
+        spec = result.spec
+        return spec.lossless and not spec.has_own_numbers and not result.diverged
+
     return [
         result
         for result in ranked(results)
-        if result.spec.lossless and not result.broken and not result.is_reference and result.speedup
+        if keeps_output(result) and not result.is_reference and result.speedup
     ]
 
 

@@ -454,6 +454,7 @@ class Runner:
             run.line["token_ids"],
             exact=not spec.is_baseline
             and self.pair.target.is_exact(in_trees=not spec.drafts_chains),
+            dtype=spec.dtype or None,
         )
         if difference is not None:
             results.differences[key] = difference

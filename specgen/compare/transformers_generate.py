@@ -23,6 +23,7 @@ from specgen.base.machine import launch
 from specgen.base.settings import Value
 from specgen.compare.baselines import BASELINES
 from specgen.decoding.run import StopTexts
+from specgen.engine.devices import DTYPES
 from specgen.engine.text.translation import same_tokens
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def run_baseline(
     the target's size but other tokens, or if torchrun has split the target; RunError if
     transformers fails, other than for lack of memory.
     """
-    assistant = _assistant(pair, name)
-    target = pair.target.transformers_module
+    dtype = DTYPES.get(str(settings["dtype"]), pair.target.dtype)
+    assistant = _assistant(pair, name, dtype)
+    target = pair.target.module_in(dtype)
     for module in filter(None, (target, assistant)):
         # transformers would ask for a tokenizer; the stop strings are in `sampling`
         module.generation_config.stop_strings = None
@@ -96,9 +98,9 @@ def run_baseline(
     }
 
 
-def _assistant(pair: Pair, name: str) -> Any | None:
-    """Returns transformers' own draft model, None if the baseline needs none. Raises as
-    `run_baseline`."""
+def _assistant(pair: Pair, name: str, dtype: torch.dtype) -> Any | None:
+    """Returns transformers' own draft model, in `dtype` unless that is the dtype of the target's
+    computations: then in the draft's. None if the baseline needs none. Raises as `run_baseline`."""
     launched = launch()
     if launched is not None:
         raise SpecgenError(
@@ -107,7 +109,7 @@ def _assistant(pair: Pair, name: str) -> Any | None:
         )
     draft = BASELINES[name].draft_of(pair.models)
     if draft is not None:
-        return draft.transformers_module
+        return draft.module_in(draft.dtype if dtype == pair.target.dtype else dtype)
     refusal = BASELINES[name].refusal_without_draft(None)
     if refusal is not None:
         raise refusal

@@ -96,14 +96,15 @@ def judge(
     other: Sequence[int],
     *,
     exact: bool = False,
+    dtype: str | None = None,
 ) -> Difference | None:
     """Compares a method's output `other` with plain decoding's `reference` for the same prompt (all
     are token ids). Returns None if they are equal.
 
     Unless one of the outputs ends at the first difference, one forward pass of the target without a
     key-value cache computes the logits of the two tokens there. `exact`: all passes give logits
-    with equal bits, so no difference counts as a tie. `repeat` and `prompt_index` only name the
-    run.
+    with equal bits, so no difference counts as a tie. `dtype` names that of the method's
+    computations; None: the target's. `repeat` and `prompt_index` only name the run.
     """
     if list(reference) == list(other):
         return None
@@ -122,7 +123,8 @@ def judge(
     if not exact:
         has_experts = pair.target.files.experts is not None
         largest = float(logits.max())
-        threshold = tie_threshold(pair.target.dtype_name, largest, has_experts=has_experts)
+        dtypes = dict.fromkeys((pair.target.dtype_name, dtype or pair.target.dtype_name))
+        threshold = max(tie_threshold(own, largest, has_experts=has_experts) for own in dtypes)
     return Difference(prompt_index, repeat, position, reference_id, token_id, gap, threshold)
 
 

@@ -21,7 +21,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.graphs import Captures, CudaGraphs
 from specgen.engine.native.native_model import load_native
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, has_penalties
-from specgen.engine.precision import Precision
+from specgen.engine.precision import Precision, stored_16_bit_dtype
 from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translation import Translation, same_tokens
@@ -51,6 +51,7 @@ class LoadedModel:
         self._placed = list(devices)
         self._is_sharded = is_sharded
         self._model: Model | None = None
+        self._modules: dict[torch.dtype, Any] = {}  # of transformers
         self._lock = Lock()
 
     @property
@@ -123,17 +124,33 @@ class LoadedModel:
         """
         return has_penalties(self.generation, self.eos_ids, self.name)
 
-    @cached_property
+    @property
+    def stored_dtype(self) -> str | None:
+        """The name of the 16-bit dtype in which the weights are stored, if they are on a CPU and
+        computations are in another one; None otherwise."""
+        stored = stored_16_bit_dtype(self.files)
+        if stored is None or stored == self.dtype or self.device.type != "cpu":
+            return None
+        return str(stored).removeprefix("torch.")
+
+    @property
     def transformers_module(self) -> Any:
         """This model as transformers' own object, with the same dtype and device. Its weights are
         loaded again if the model is native. Raises SpecgenError as `model` does."""
+        return self.module_in(self.model.dtype)
+
+    def module_in(self, dtype: torch.dtype) -> Any:
+        """Returns this model as transformers' own object, in `dtype` on the same device. Raises
+        SpecgenError as `model` does."""
         from specgen.engine.transformers.loading import load_module
         from specgen.engine.transformers.transformers_model import TransformersModel
 
         model = self.model
-        if isinstance(model, TransformersModel):
+        if isinstance(model, TransformersModel) and dtype == model.dtype:
             return model.module
-        return load_module(self.files, model.dtype, model.device)
+        if dtype not in self._modules:
+            self._modules[dtype] = load_module(self.files, dtype, model.device)
+        return self._modules[dtype]
 
     def runner(self, penalties: PenaltyProcessor | None = None) -> ModelRunner:
         """Returns a runner of the model in its own token ids. Raises SpecgenError as `model` and

@@ -249,6 +249,14 @@ def _narrow(model: ModelFiles) -> torch.dtype | None:
     return torch.bfloat16 if is_gguf(model.folder) and not _is_stored_in_floats(model) else None
 
 
+def stored_16_bit_dtype(model: ModelFiles) -> torch.dtype | None:
+    """Returns the 16-bit dtype in which a model's weights are stored; None if they are stored in
+    another one, or quantised."""
+    own = _own(model)
+    is_quantised = model.quantisation is not None or not _is_stored_in_floats(model)
+    return None if is_quantised or own.itemsize != 2 else own
+
+
 def _is_stored_in_floats(model: ModelFiles) -> bool:
     return all(kind in _STORED_FLOATS for _, kind in model.stored_tensors.values())
 

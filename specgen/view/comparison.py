@@ -230,7 +230,8 @@ def _conclusion(report: Report) -> str:
 def _differences(report: Report) -> list[Text]:
     """Returns sentences on outputs that differ from plain greedy decoding: one for each broken
     method, whose difference rounding does not explain, then one for each tie (a position where two
-    tokens have equal logits up to rounding), which names all methods that differ there."""
+    tokens have equal logits up to rounding), which names all methods that differ there, then one
+    for each baseline that may differ."""
 
     def sentence(difference: Difference, names: Iterable[str], style: str) -> Text:
         prompt = report.results.label(difference.prompt_index)
@@ -254,7 +255,15 @@ def _differences(report: Report) -> list[Text]:
     more = len(ties) - MOST_EXPLAINED
     if more > 0:
         ties[MOST_EXPLAINED:] = [Text(f"{counted(more, 'more tie')}: see --json.", "quiet")]
-    return broken + ties
+    others = [
+        Text(
+            f"{result.name}: it computes otherwise than the target, and so may give other tokens.",
+            "quiet",
+        )
+        for result in report.methods
+        if result.diverged and not result.broken
+    ]
+    return broken + ties + others
 
 
 def _tuned(report: Report) -> list[Text]:

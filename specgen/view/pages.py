@@ -74,7 +74,7 @@ def comparison_page(
     times = [(result.name, time_shares(result.summary)) for result in measured]
     examples = []
     for result in measured:
-        run = results.examples.get(result.name)
+        run = results.examples.get(result.spec.written)
         if run is not None and run.rounds:
             examples.append((result.name, run))
     prompts = {prompt.index: prompt for prompt in results.config.prompts}
