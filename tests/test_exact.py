@@ -202,6 +202,7 @@ def test_with_kernels_exact_runs_the_same_passes(
     are the same."""
     counted: list[int] = []
     multiply = Kernels._into
+    run = Kernels.run
 
     def recorded(
         kernels: Kernels, output: torch.Tensor, weight: Any, x: torch.Tensor, *rest: Any, **how: Any
@@ -209,7 +210,12 @@ def test_with_kernels_exact_runs_the_same_passes(
         counted.append(len(x))
         multiply(kernels, output, weight, x, *rest, **how)
 
+    def recorded_layers(kernels: Kernels, program: Any, hidden: torch.Tensor, *rest: Any) -> None:
+        counted.extend([len(hidden)] * program.count)
+        run(kernels, program, hidden, *rest)
+
     monkeypatch.setattr(Kernels, "_into", recorded)
+    monkeypatch.setattr(Kernels, "run", recorded_layers)
     method, *given = name.split(":")
     settings: dict[str, Any] = dict(parse_pairs(given))
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=1)

@@ -16,7 +16,7 @@ from specgen.engine.native.layer import NativeLayer
 
 # rows; in longer passes, calls from Python take no visible share, and progress and interruptions
 # are wanted between layers
-_SHORT_PASS = 32
+SHORT_PASS = 32
 
 
 class Piece(NamedTuple):
@@ -60,7 +60,7 @@ class LayerStack:
 
     def pieces(self, inputs: PassInputs) -> Sequence[Piece]:
         """Returns the pieces that `run` runs in a pass with these inputs, in order."""
-        is_short = inputs.place is not None and inputs.rows <= _SHORT_PASS
+        is_short = inputs.place is not None and inputs.rows <= SHORT_PASS
         return self._short if is_short else self._long
 
     def run(self, piece: Piece, hidden: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
