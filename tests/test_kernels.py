@@ -161,6 +161,18 @@ def test_a_rows_bits_do_not_depend_on_other_rows_or_threads(kernels: Kernels) ->
             assert torch.equal(kernels.product(weight, x[order].contiguous()), alone[order])
 
 
+def test_a_rows_bits_are_the_same_among_many_rows(kernels: Kernels) -> None:
+    """More rows and inputs than are computed at once."""
+    x = random(257, 801, seed=1)
+    for weight in packed_weights(kernels, (100, 801)):
+        kernels.use_threads(1)
+        alone = torch.cat([kernels.product(weight, row[None]) for row in x])
+        for threads in (1, 2):
+            kernels.use_threads(threads)
+            for count in (7, 64, 257):
+                assert torch.equal(kernels.product(weight, x[-count:]), alone[-count:])
+
+
 @pytest.mark.parametrize("width", [1, 5, 16, 95, 576])
 def test_norms(kernels: Kernels, width: int) -> None:
     x = random(ROWS, width)

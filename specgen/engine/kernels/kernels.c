@@ -338,8 +338,9 @@ typedef struct {
     long kind;
 } matrix;
 
-/* Activations of all rows, rounded to 8 bits in groups of 32: [group][row][32], and the scale and
- * the sum of the integers of each [group][row]. */
+/* Activations of all rows, rounded to 8 bits in groups of 32: [tile][group][row of the tile][32],
+ * and the scale and the sum of the integers of each [tile][group][row of the tile]. A tile has
+ * MOST_ROWS rows, the last one the rest. */
 typedef struct {
     int8_t *integers;
     float *scales;
@@ -468,7 +469,7 @@ INLINE int32_t four(const int8_t *p)
         UNROLL for (int r = 0; r < R; r++)                                                     \
             UNROLL for (int b = 0; b < B; b++) sums[r][b] = v_zero();                          \
         for (long group = 0; group < groups; group++) {                                        \
-            long first_row = group * call->rows + row;                                         \
+            long first_row = row * groups + group * R;                                         \
             const int8_t *x = call->rounded.integers + first_row * GROUP;                      \
             const float *x_scales = call->rounded.scales + first_row;                          \
             const int32_t *x_sums = call->rounded.sums + first_row;                            \
@@ -579,19 +580,129 @@ static long padded_blocks(const matrix *weight)
     return (blocks + PADDED - 1) / PADDED * PADDED;
 }
 
+/* Tiles of few rows read the weights as they are packed. The rows are the inner loop: weights of
+ * PADDED blocks stay in the caches meanwhile. */
+static void tiles_of_blocks(const product_call *call, long first, long last)
+{
+    const tile *tiles = TILES_OF[call->weight->kind];
+    for (long padded = first; padded < last; padded += PADDED)
+        for (long row = 0; row < call->rows; row += MOST_ROWS) {
+            long rows = call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS;
+            const tile *chosen = &tiles[rows - 1];
+            for (long block = padded; block < padded + PADDED; block += chosen->blocks)
+                chosen->function(call, row, block);
+        }
+}
+
+/* Many rows: a panel, the weights of some blocks and inputs, is unpacked once for all rows, and a
+ * tile has as many sums as the registers hold beside the weights of one input. Sums wait in memory
+ * from panel to panel, so that each is summed up as in a tile of few rows. */
+#define PANEL_BLOCKS (LANES / 4)
+#define PANEL_INPUTS 384
+#define PANEL_ROWS 240 /* at once, so that their sums stay in the caches */
+#define PANEL_TILE_ROWS 6
+#define PANEL_LANES (PANEL_BLOCKS * LANES)
+#define PANELS_FROM (LANES == 16 ? 40 : 10) /* rows; fewer are faster without unpacking */
+
+/* Unpacks `count` inputs from `first` on, both even, to `panel` [input][PANEL_BLOCKS][LANES]. */
+#define UNPACK(NAME, TYPE, PAIR)                                                               \
+    static void unpack_##NAME(const matrix *weight, long block, long first, long count,        \
+                              float *panel)                                                    \
+    {                                                                                          \
+        long inputs = weight->inputs + (weight->inputs & 1);                                   \
+        const TYPE *weights = (const TYPE *)weight->data + (block * inputs + first) * LANES;   \
+        const ivec high = i_all((int32_t)0xffff0000);                                          \
+        ivec pair;                                                                             \
+        (void)high, (void)pair;                                                                \
+        for (long k = 0; k < count; k += 2)                                                    \
+            UNROLL for (int b = 0; b < PANEL_BLOCKS; b++) {                                    \
+                vec even, odd;                                                                 \
+                const TYPE *p = weights + (b * inputs + k) * LANES;                            \
+                _mm_prefetch((const char *)p + AHEAD, _MM_HINT_T0);                            \
+                PAIR(p);                                                                       \
+                v_store(panel + k * PANEL_LANES + b * LANES, even);                            \
+                v_store(panel + (k + 1) * PANEL_LANES + b * LANES, odd);                       \
+            }                                                                                  \
+    }
+
+UNPACK(float32, float, PAIR_FLOAT32)
+UNPACK(bfloat16, uint16_t, PAIR_BFLOAT16)
+UNPACK(float16, uint16_t, PAIR_FLOAT16)
+
+/* Adds to the sums of R rows [row][PANEL_BLOCKS][LANES] what `count` inputs give. */
+#define PANEL_TILE(R)                                                                          \
+    static void panel_tile_##R(const float *panel, long count, const float *input,             \
+                               long input_stride, float *kept)                                 \
+    {                                                                                          \
+        const float *x[R];                                                                     \
+        vec sums[R][PANEL_BLOCKS];                                                             \
+        UNROLL for (int r = 0; r < R; r++) x[r] = input + r * input_stride;                    \
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < PANEL_BLOCKS; b++)                                      \
+                sums[r][b] = v_load(kept + r * PANEL_LANES + b * LANES);                       \
+        for (long k = 0; k < count; k++) {                                                     \
+            vec weights[PANEL_BLOCKS];                                                         \
+            UNROLL for (int b = 0; b < PANEL_BLOCKS; b++)                                      \
+                weights[b] = v_load(panel + k * PANEL_LANES + b * LANES);                      \
+            UNROLL for (int r = 0; r < R; r++)                                                 \
+                UNROLL for (int b = 0; b < PANEL_BLOCKS; b++)                                  \
+                    sums[r][b] = v_fma(weights[b], v_all(x[r][k]), sums[r][b]);                \
+        }                                                                                      \
+        UNROLL for (int r = 0; r < R; r++)                                                     \
+            UNROLL for (int b = 0; b < PANEL_BLOCKS; b++)                                      \
+                v_store(kept + r * PANEL_LANES + b * LANES, sums[r][b]);                       \
+    }
+
+PANEL_TILE(1)
+PANEL_TILE(2)
+PANEL_TILE(3)
+PANEL_TILE(4)
+PANEL_TILE(5)
+PANEL_TILE(6)
+
+/* The outputs of PANEL_BLOCKS blocks for at most PANEL_ROWS rows. */
+static void panel_of_blocks(const product_call *call, long block, long row, long rows, float *panel,
+                            float *sums)
+{
+    static void (*const UNPACKERS[])(const matrix *, long, long, long, float *)
+        = { unpack_float32, unpack_bfloat16, unpack_float16 };
+    static void (*const TILES[])(const float *, long, const float *, long, float *)
+        = { panel_tile_1, panel_tile_2, panel_tile_3, panel_tile_4, panel_tile_5, panel_tile_6 };
+    const long inputs = call->weight->inputs + (call->weight->inputs & 1);
+    memset(sums, 0, (size_t)(rows * PANEL_LANES) * sizeof(float));
+    for (long k = 0; k < inputs; k += PANEL_INPUTS) {
+        long count = inputs - k < PANEL_INPUTS ? inputs - k : PANEL_INPUTS;
+        UNPACKERS[call->weight->kind](call->weight, block, k, count, panel);
+        for (long r = 0; r < rows; r += PANEL_TILE_ROWS) {
+            long of_tile = rows - r < PANEL_TILE_ROWS ? rows - r : PANEL_TILE_ROWS;
+            float *own = sums + r * PANEL_LANES;
+            TILES[of_tile - 1](panel, count, call->input + (row + r) * call->input_stride + k,
+                               call->input_stride, own);
+            if (k + count < inputs) continue;
+            for (long i = 0; i < of_tile * PANEL_BLOCKS; i++)
+                finish(call, row + r + i / PANEL_BLOCKS, block + i % PANEL_BLOCKS,
+                       v_load(own + i * LANES));
+        }
+    }
+}
+
 static void product_chunk(void *arguments, long chunk)
 {
     const product_call *call = arguments;
-    const matrix *weight = call->weight;
-    const tile *tiles = TILES_OF[weight->kind];
-    long blocks = padded_blocks(weight);
+    long blocks = padded_blocks(call->weight);
     long first = chunk * call->blocks_of_chunk;
     long last = first + call->blocks_of_chunk < blocks ? first + call->blocks_of_chunk : blocks;
-    for (long row = 0; row < call->rows; row += MOST_ROWS) {
-        long rows = call->rows - row < MOST_ROWS ? call->rows - row : MOST_ROWS;
-        const tile *chosen = &tiles[rows - 1];
-        for (long block = first; block < last; block += chosen->blocks)
-            chosen->function(call, row, block);
+    float *panel = NULL;
+    if (call->weight->kind < INT8 && call->rows >= PANELS_FROM)
+        panel = scratch(1, (PANEL_INPUTS + PANEL_ROWS) * PANEL_LANES * sizeof(float));
+    if (panel == NULL) { /* also where memory is missing: it is only slower */
+        tiles_of_blocks(call, first, last);
+        return;
+    }
+    for (long row = 0; row < call->rows; row += PANEL_ROWS) {
+        long rows = call->rows - row < PANEL_ROWS ? call->rows - row : PANEL_ROWS;
+        for (long block = first; block < last; block += PANEL_BLOCKS)
+            panel_of_blocks(call, block, row, rows, panel, panel + PANEL_INPUTS * PANEL_LANES);
     }
 }
 
@@ -599,7 +710,10 @@ static void round_row(const product_call *call, long row)
 {
     const float *x = call->input + row * call->input_stride;
     long inputs = call->weight->inputs;
-    for (long group = 0; group * GROUP < inputs; group++) {
+    long groups = (inputs + GROUP - 1) / GROUP;
+    long first = row / MOST_ROWS * MOST_ROWS; /* of the tile */
+    long of_tile = call->rows - first < MOST_ROWS ? call->rows - first : MOST_ROWS;
+    for (long group = 0; group < groups; group++) {
         float padded[GROUP];
         const float *values = x + group * GROUP;
         if (inputs - group * GROUP < GROUP) {
@@ -611,7 +725,7 @@ static void round_row(const product_call *call, long row)
         for (int i = 0; i < GROUP; i += LANES) largest = v_max(largest, v_abs(v_load(values + i)));
         float most = v_largest(largest);
         float inverse = most > 0 ? 127.0f / most : 0.0f;
-        long index = group * call->rows + row;
+        long index = first * groups + group * of_tile + row - first;
         ivec sum = i_all(0);
         for (int i = 0; i < GROUP; i += LANES) {
             ivec integers = i_of_floats(v_mul(v_load(values + i), v_all(inverse)));
