@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import Stored, random_stored, write_gguf
+from gguf_files import Stored, quantised, random_stored, write_gguf
 from gguf_models import model_of, write_model
 
 import specgen
@@ -22,7 +22,7 @@ from specgen.engine.kernels.packing import GROUP
 from specgen.engine.native.linear import KernelLinear, LinearFactory, rounded_activations
 
 QUANTISED = [kind for kind, sizes in blocks.TYPES.items() if sizes.dtype is None]
-EXACT = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"]
+EXACT = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "MXFP4"]
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
 
@@ -66,9 +66,20 @@ def test_the_narrowest_form_holds_the_same_values(
     (weight,) = as_rounded(matrix)
     assert torch.equal(weight.restored(), restored(matrix))
     assert weight.bits == (4 if kind in ("Q4_0", "Q4_1", "Q4_K") else 8)
-    has_minimums = kind not in ("Q8_0", "Q6_K", "IQ4_XS", "MXFP4")
+    has_minimums = kind not in ("Q8_0", "Q6_K", "IQ4_XS")
     assert (weight.minimums is not None) == has_minimums
     assert weight.scales.dtype == (torch.float32 if kind in ("Q4_K", "Q5_K") else torch.float16)
+
+
+def test_zeros_of_mxfp4_need_no_wide_scales(tmp_path: Path) -> None:
+    """Although the least exponent stands for a scale that half precision does not hold."""
+    values = torch.zeros(2, 64)
+    values[0, :32] = torch.arange(32.0) / 64
+    stored = quantised(values, "MXFP4")
+    (path,) = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"it": stored})
+    (weight,) = as_rounded(read_rounded(open_gguf(path, "the model").tensors["it"]))
+    assert torch.equal(weight.restored(), stored.values)
+    assert weight.scales.dtype == torch.float16
 
 
 @needs_kernels
@@ -96,7 +107,14 @@ def test_matrices_of_several_types_stand_below_each_other(
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", "Q4_0"), ("qwen2", "Q8_0"), ("lfm2", "Q5_1"), ("qwen3_5_text", "Q4_0")],
+    [
+        ("llama", "Q4_0"),
+        ("qwen2", "Q8_0"),
+        ("lfm2", "Q5_1"),
+        ("qwen3_5_text", "Q4_0"),
+        ("qwen3_moe", "Q4_K"),
+        ("gpt_oss", "MXFP4"),
+    ],
 )
 def test_a_quantised_file_runs_as_it_is(tmp_path: Path, family: str, kind: str) -> None:
     """Its text is that of plain decoding, and its logits are near those of its values in float32,
@@ -121,6 +139,8 @@ def test_a_quantised_file_runs_as_it_is(tmp_path: Path, family: str, kind: str) 
         logits, exact = (
             opened.target.model.reference_logits([*ids, *expected]) for opened in (pair, in_float32)
         )
-        off = (logits - exact).abs().max()
+        errors = (logits - exact).abs().amax(1)
+        # activations in 8 bits may choose another expert for a token
+        off = errors.max() if pair.target.files.experts is None else errors.median()
         limit = 0.3 if family == "qwen3_5_text" else 0.05  # its states add up what is rounded
         assert 0 < off <= limit * exact.abs().max()

@@ -19,6 +19,8 @@ from torch.nn import functional
 from specgen.base.errors import SpecgenError
 from specgen.engine.kernels import library as kernel_library
 from specgen.engine.kernels import packing
+from specgen.engine.kernels.branches import LinearRuns
+from specgen.engine.kernels.experts import ExpertsWeight
 from specgen.engine.kernels.library import (
     INSTRUCTIONS,
     UnavailableError,
@@ -307,6 +309,61 @@ def test_gated_activations(kernels: Kernels, activation: str, inner: int) -> Non
     x[1, 0] = -200.0
     gate, up = x.double().chunk(2, dim=1)
     assert is_close(kernels.gated(x, activation), functions[activation](gate) * up)
+
+
+@pytest.mark.parametrize("inputs", [64, 94])
+def test_grouped_products_are_those_of_each_expert(kernels: Kernels, inputs: int) -> None:
+    """With the same bits, in any number of threads; experts without rows, and one whose outputs
+    have several kinds of weights."""
+    weights = packed_weights(kernels, (50, inputs))
+    others = packed_weights(kernels, (30, inputs))
+    biases = [random(outputs, seed=seed) for seed, outputs in enumerate((50, 30))]
+    experts = [
+        LinearRuns((weight, other), (biases[0], None if number % 2 else biases[1]))
+        for number, (weight, other) in enumerate(zip(weights, reversed(others), strict=True))
+    ]
+    counts = [0, 1, ROWS, 0, 2, 5, 1, 0]
+    ends = torch.tensor(counts).cumsum(0)
+    x = random(sum(counts), inputs, seed=1)
+    x[2] = 0.0
+    expected = []
+    first = 0
+    for expert, last in zip(experts, ends.tolist(), strict=True):
+        if last > first:
+            own = [
+                kernels.product(weight, x[first:last], bias)
+                for weight, bias in zip(expert.weights, expert.biases, strict=True)
+            ]
+            expected.append(torch.cat(own, dim=1))
+        first = last
+    for threads in (1, 2, 3):
+        kernels.use_threads(threads)
+        found = kernels.grouped_product(ExpertsWeight(experts), x, ends)
+        assert torch.equal(found, torch.cat(expected))
+
+
+@pytest.mark.parametrize("width", [1, 40, 95])
+def test_weighted_sums_of_rows(kernels: Kernels, width: int) -> None:
+    x = random(ROWS, width)
+    positions = torch.randint(0, ROWS, (7, 3), generator=torch.Generator().manual_seed(1))
+    weights = random(7, 3, seed=2)
+    expected = (x[positions].double() * weights[..., None]).sum(1)
+    found = kernels.weighted_sums(x, positions, weights)
+    assert is_close(found, expected)
+    kernels.use_threads(2)
+    alone = kernels.weighted_sums(x, positions[4:5], weights[4:5])
+    assert torch.equal(kernels.weighted_sums(x, positions, weights)[4:5], alone)
+
+
+@pytest.mark.parametrize("inner", [1, 40, 95])
+def test_clamped_activations(kernels: Kernels, inner: int) -> None:
+    x = random(ROWS, 2 * inner) * 6
+    x[0, 0] = 200.0
+    x[1, 0] = -200.0
+    gate, up = x.double().chunk(2, dim=1)
+    gate = gate.clamp(max=5.0)
+    expected = (up.clamp(-5.0, 5.0) + 1) * gate * (1.7 * gate).sigmoid()
+    assert is_close(kernels.clamped_gated(x, 5.0, 1.7), expected)
 
 
 def test_quality_of_rounding() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import MIXTURES, NATIVE, make_model, near_copy, plain, prompt, save
+from families import NATIVE, make_model, near_copy, plain, prompt, save
 from worker_helpers import posix
 
 import specgen
@@ -20,7 +20,7 @@ from specgen.engine.precision import choose_draft_precision
 from specgen.pair.pair import Pair
 
 CPU = torch.device("cpu")
-OFTEN = (("llama", "int8"), ("gemma2", "int4"), ("phi3", "int8"))
+OFTEN = (("llama", "int8"), ("gemma2", "int4"), ("phi3", "int8"), ("qwen3_moe", "int4"))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,6 @@ def rounded_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     [
         pytest.param(family, kind, marks=() if (family, kind) in OFTEN else pytest.mark.slow)
         for family in NATIVE
-        if family not in MIXTURES
         for kind in QUANTISED
     ],
 )
@@ -60,7 +59,7 @@ def test_greedy_output_is_the_targets(
     if kernels() is not None:
         layers = pair.draft.model.layers  # type: ignore[attr-defined]
         assert all(isinstance(layer.mixer.qkv, KernelLinear) for layer in layers)
-    ids = prompt(4)
+    ids = prompt(6)
     accepted = 0
     for method, settings in (("sd", {"k": 4}), ("sd", {"k": 3, "width": 2, "depth": 3})):
         result = pair.generate(ids, method, SamplingParams(max_new_tokens=24), **settings)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_helpers import parsed, run_main
-from families import MIXTURES, NATIVE, make_model, near_copy, prompt, save
+from families import NATIVE, make_model, near_copy, prompt, save
 from tuning_helpers import outcome
 
 import specgen
@@ -23,7 +23,11 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
     ("lookahead", {}),
     ("selfsd", {"skip": "1"}),
 ]
-OFTEN = (("llama", 1), ("gemma2", 1), ("qwen3", 2), ("qwen3_5_text", 1), ("lfm2", 2))
+OFTEN = (
+    *(("llama", 1), ("gemma2", 1), ("qwen3", 2)),
+    *(("qwen3_5_text", 1), ("lfm2", 2)),
+    *(("glm4_moe", 1), ("gpt_oss", 2)),
+)
 RECURRENT = ("qwen3_5_text", "lfm2")
 
 
@@ -32,7 +36,6 @@ RECURRENT = ("qwen3_5_text", "lfm2")
     [
         pytest.param(family, threads, marks=() if (family, threads) in OFTEN else pytest.mark.slow)
         for family in (*NATIVE, *RECURRENT)
-        if family not in MIXTURES
         for threads in (1, 2)
     ],
 )

@@ -132,6 +132,9 @@ def test_what_is_left_on_torch_is_named() -> None:
     found = model_of(make_model("qwen3_5_text"), "native").on_torch()
     assert "gates of attention (1 of 4 layers)" in found
     assert "states of the delta rule (3 of 4 layers)" in found
+    assert model_of(make_model("olmoe"), "native").on_torch() == (
+        "choice of experts (3 of 3 layers)",
+    )
     assert model_of(make_model("llama"), "transformers").on_torch() == ALL_OPERATORS
 
 

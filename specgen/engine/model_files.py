@@ -114,13 +114,14 @@ class ModelFiles:
         each = ((name, size) for name, size in self.parameters.items())
         return sum(size * chosen // count if _EXPERT.search(name) else size for name, size in each)
 
-    @property
-    def rounding_refusal(self) -> str | None:
-        """Why the weights cannot be rounded to int8 or int4 when they are loaded; None if they
-        can."""
+    def rounding_refusal(self, device: torch.device) -> str | None:
+        """Returns why the weights cannot be rounded to int8 or int4 when they are loaded onto
+        `device`; None if they can."""
         if self.architecture is None:
             return f"{self.name} runs on transformers: {self.fallback}"
-        return None if self.architecture.mixture is None else f"{self.name} is a mixture of experts"
+        if self.architecture.mixture is not None and device.type != "cpu":
+            return f"{self.name} is a mixture of experts, which is rounded on a CPU alone"
+        return None
 
     @cached_property
     def generation(self) -> GenerationConfig:

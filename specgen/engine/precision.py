@@ -33,15 +33,14 @@ _STORED_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _STORED_SIZES: dict[str, float] = {"F16": 2, "BF16": 2}
 _PACKED_SIZES = {
     **dict.fromkeys(("Q4_0", "Q4_1"), 20 / 32),
-    **dict.fromkeys(("Q5_0", "Q5_1"), 36 / 32),
+    **dict.fromkeys(("Q5_0", "Q5_1", "MXFP4"), 36 / 32),
     "Q4_K": 24 / 32,
     "Q5_K": 40 / 32,
-    **dict.fromkeys(("Q8_0", "Q6_K", "IQ4_XS", "MXFP4"), 34 / 32),
+    **dict.fromkeys(("Q8_0", "Q6_K", "IQ4_XS"), 34 / 32),
 }
-# matrices that the native decoder runs in float32 although kernels take others as they are stored
-_IN_FLOAT32 = re.compile(r"\.(experts|router|gate|shared_experts?)\.")
 # matrices that are never rounded, nor computed with as quantised files store them
-_UNROUNDED = re.compile(r"\.linear_attn\.in_proj_(a|b|ba)\.")
+_UNROUNDED = re.compile(r"\.(router|gate|shared_expert_gate|linear_attn\.in_proj_(a|b|ba))\.")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
@@ -91,20 +90,18 @@ def choose_draft_precision(
     A draft model with weights rounded to int8 or int4 computes in float32 on a CPU, where its
     products take the same time in all dtypes, and elsewhere in the dtype of its weights. If
     products with rounded weights do not work on this machine, the weights are not rounded, and the
-    `warning` says why. Raises SpecgenError for an unknown name, and if `name` asks to round the
-    weights of a mixture of experts or of a model that transformers runs; if `dtype` does, they are
-    not rounded.
+    `warning` says why. Raises SpecgenError for an unknown name, and if `name` asks to round weights
+    that cannot be rounded (see `ModelFiles.rounding_refusal`); if `dtype` does, they are not
+    rounded.
     """
     kind = name or dtype
     other = "auto" if dtype in QUANTISED else dtype
-    if kind not in QUANTISED or (name is None and draft.rounding_refusal is not None):
+    why = draft.rounding_refusal(device)
+    if kind not in QUANTISED or (name is None and why is not None):
         return choose_precision(other if name is None else kind, draft, device)
-    if draft.rounding_refusal is not None:
+    if why is not None:
         raise SpecgenError(
-            (
-                f"--draft-dtype {name} needs the native backend and no experts, and "
-                f"{draft.rounding_refusal}"
-            ),
+            f"--draft-dtype {name} needs the native backend, and {why}",
             "Leave it out, or take auto, float32, bfloat16 or float16",
         )
     if (problem := refusal(kind, device)) is not None:
@@ -119,7 +116,7 @@ def choose_draft_precision(
 def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
     """Returns the precision of a target with int8 weights, which then computes in float32. Raises
     SpecgenError if that is not possible."""
-    why = target.rounding_refusal
+    why = target.rounding_refusal(device)
     if why is not None:
         pass
     elif device.type != "cpu" or machine.launch() is not None:
@@ -127,12 +124,8 @@ def _rounded_target(target: ModelFiles, device: torch.device) -> Precision:
             " of several processes" if device.type == "cpu" else ""
         )
     if why is not None:
-        problem = (
-            "--dtype int8 needs the native backend on a CPU and dense layers with "
-            f"attention, and {why}"
-        )
         raise SpecgenError(
-            problem,
+            f"--dtype int8 needs the native backend on a CPU, and {why}",
             "Leave it out" if device.type == "cpu" else "Leave it out, or take --device cpu",
         )
     reason = "chosen by --dtype"
@@ -198,8 +191,6 @@ def _computable_type(model: ModelFiles) -> str | None:
     with them as they are."""
     is_alone = machine.launch() is None
     if not is_gguf(model.folder) or model.architecture is None or not is_alone or kernels() is None:
-        return None
-    if model.architecture.mixture is not None:
         return None
     sizes: Counter[str] = Counter()
     for dimensions, kind in model.stored_tensors.values():
@@ -311,14 +302,14 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
             sizes_of_types = _STORED_SIZES | _PACKED_SIZES
         for name, count in files.parameters.items():
             dimensions, kind = stored[name]
-            if len(dimensions) == 2 and not _IN_FLOAT32.search(name):
+            if _is_matrix(name, dimensions):
                 known = _STORED_SIZES if _UNROUNDED.search(name) else sizes_of_types
                 sizes[name] = round(count * min(size, known.get(kind, size)))
     if weights.rounding is not None:
         tables = {
             name: name
             for name in sizes
-            if len(stored[name][0]) == 2 and not _UNROUNDED.search(name)
+            if _is_matrix(name, stored[name][0]) and not _UNROUNDED.search(name)
         }
         embedding = next((name for name in tables if name.endswith(EMBEDDING)), None)
         if embedding is not None and tables.pop(embedding) and HEAD not in tables:
@@ -326,3 +317,10 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
         for name, own in tables.items():
             sizes[name] = quantised_bytes(weights.rounding, files.parameters[own])
     return sizes
+
+
+def _is_matrix(name: str, dimensions: Sequence[int]) -> bool:
+    """Whether a tensor is the matrix of a linear layer, or has those of all experts."""
+    if name.endswith("_bias"):  # of all experts
+        return False
+    return len(dimensions) == 2 or (len(dimensions) == 3 and _EXPERTS.search(name) is not None)

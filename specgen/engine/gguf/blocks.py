@@ -7,6 +7,7 @@ llama.cpp's format defines them, one rounding per operation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import RawIOBase
@@ -82,10 +83,12 @@ def read_tensor(
 
 
 def read_blocks(tensor: GgufTensor) -> Iterator[torch.Tensor]:
-    """Yields the blocks (uint8 [n, bytes of a block]) of a quantised matrix, those of some whole
-    rows at a time. Each is overwritten by the next one. Raises OSError as `read_tensor` does."""
+    """Yields the blocks (uint8 [n, bytes of a block]) of a quantised matrix, or of several that
+    follow each other, those of some whole rows at a time. Each is overwritten by the next one.
+    Raises OSError as `read_tensor` does."""
     kind = TYPES[tensor.type]
-    rows, columns = tensor.shape
+    rows = math.prod(tensor.shape[:-1])
+    columns = tensor.shape[-1]
     blocks_of_row = columns // kind.elements
     at_once = max(1, _PIECE_ELEMENTS // columns)
     stored = torch.empty(at_once * blocks_of_row, kind.bytes, dtype=torch.uint8)
@@ -247,14 +250,22 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
     The values are twice those of the format, and the power half of its.
     """
+    return mxfp4_integers(blocks).float().mul_(mxfp4_scales(blocks))
+
+
+def mxfp4_integers(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns the integers int8 [n, 32], from -12 to 12, of blocks of MXFP4."""
+    choices = nibbles(blocks[:, 1:]).flatten()
+    table = torch.tensor(_MXFP4_VALUES, dtype=torch.int8, device=blocks.device)
+    return table.index_select(0, choices.int()).view(-1, 32)
+
+
+def mxfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Returns the scales float32 [n, 1] of the integers in blocks of MXFP4."""
     exponents = blocks[:, :1].int()
     subnormal = torch.full_like(exponents, 1 << 21) << exponents.clamp(max=1)
     bits = torch.where(exponents < 2, subnormal, (exponents - 1).clamp(min=0) << 23)
-
-    choices = nibbles(blocks[:, 1:]).flatten()
-    table = torch.tensor(_MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
-    values = table.index_select(0, choices.int())
-    return values.view(-1, 32).mul_(bits.view(torch.float32))
+    return bits.view(torch.float32)
 
 
 def half(blocks: torch.Tensor, offset: int) -> torch.Tensor:

@@ -90,7 +90,9 @@ def one_row(metadata: Metadata) -> Change:
 def interleaved(metadata: Metadata) -> Change:
     """Joins the gate and the up matrices [experts, inner, width] of all experts to [experts, width,
     2 inner], in which columns of gate and up take turns."""
-    return lambda gates, ups: torch.stack((gates, ups), dim=2).flatten(1, 2).transpose(1, 2)
+    return RowOrder(
+        lambda gates, ups: torch.stack((gates, ups), dim=2).flatten(1, 2).transpose(1, 2)
+    )
 
 
 def interleaved_bias(metadata: Metadata) -> Change:
@@ -102,7 +104,7 @@ def interleaved_bias(metadata: Metadata) -> Change:
 def transposed(metadata: Metadata) -> Change:
     """For the down matrices [experts, inner, width] of all experts, which are stored as [experts,
     width, inner]."""
-    return lambda downs: downs.transpose(1, 2)
+    return RowOrder(lambda downs: downs.transpose(1, 2))
 
 
 @dataclass(frozen=True, slots=True)

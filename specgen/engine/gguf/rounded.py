@@ -22,6 +22,8 @@ from specgen.engine.gguf.blocks import (
     dequantise,
     five_bits,
     half,
+    mxfp4_integers,
+    mxfp4_scales,
     nibbles,
     read_blocks,
     scales_and_minima,
@@ -33,6 +35,7 @@ from specgen.engine.kernels.packing import GROUP, LARGEST_INT4, Rounded, rounded
 _FLOAT_BYTES = 4
 _ROW_BYTES_OF_GROUP = GROUP + 2 * _FLOAT_BYTES
 _SIGN = 128  # added to signed integers of 8 bits
+_MOST_MXFP4 = 12  # the largest integer
 
 # integers [n, k * GROUP], scales [n, k] and minimums [n, k] of n blocks
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -71,6 +74,13 @@ def _q5_k(blocks: torch.Tensor) -> Parts:
     return with_fifth_bits(blocks).flatten(1), scales, -minima
 
 
+def _mxfp4(blocks: torch.Tensor) -> Parts:
+    integers = mxfp4_integers(blocks)
+    # any scale does for zeros; theirs may be too small for half precision
+    scales = mxfp4_scales(blocks) * integers.any(1, keepdim=True)
+    return (integers + _MOST_MXFP4).view(torch.uint8), scales, -_MOST_MXFP4 * scales
+
+
 _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -79,31 +89,32 @@ _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q5_1": _q5_1,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
+    "MXFP4": _mxfp4,
 }
 
 
 def is_exact(tensor: GgufTensor) -> bool:
     """Whether `read_rounded` returns exactly what the file says."""
-    return tensor.type in _PARTS and len(tensor.shape) == 2
+    return tensor.type in _PARTS and len(tensor.shape) >= 2
 
 
 def is_rounded(tensor: GgufTensor) -> bool:
-    """Whether `read_rounded` can read a tensor: a quantised matrix."""
+    """Whether `read_rounded` can read a tensor: a quantised matrix, or several of them."""
     is_quantised = TYPES[tensor.type].dtype is None
-    return is_quantised and len(tensor.shape) == 2 and tensor.shape[1] % GROUP == 0
+    return is_quantised and len(tensor.shape) >= 2 and tensor.shape[-1] % GROUP == 0
 
 
 def read_rounded(tensor: GgufTensor) -> torch.Tensor:
-    """Returns a matrix as bytes [rows, bytes of a row] (see above). Raises OSError as `read_tensor`
-    does.
+    """Returns a matrix as bytes [rows, bytes of a row] (see above), or several of them as [...,
+    rows, bytes of a row]. Raises OSError as `read_tensor` does.
 
     Types whose groups have fewer elements, or whose integers choose from a table, are rounded to 8
     bits: 2 to 4 more than they have.
     """
-    rows, columns = tensor.shape
+    columns = tensor.shape[-1]
     groups = columns // GROUP
-    result = torch.empty(rows, groups * _ROW_BYTES_OF_GROUP, dtype=torch.uint8)
-    integers, scales, minimums = _parts(result)
+    result = torch.empty(*tensor.shape[:-1], groups * _ROW_BYTES_OF_GROUP, dtype=torch.uint8)
+    integers, scales, minimums = _parts(result.view(-1, result.shape[-1]))
     read_parts = _PARTS.get(tensor.type) or partial(_rounded, TYPES[tensor.type], columns)
     first = 0
     for blocks in read_blocks(tensor):
@@ -144,10 +155,13 @@ def as_rounded(matrix: torch.Tensor) -> list[Rounded]:
     """Returns a matrix of bytes as runs of rows, each in the narrowest form that holds it exactly:
     without minimums, in 4 bits, with scales in half precision.
 
-    Rows without minimums and others are runs of their own.
+    Rows without minimums and others are runs of their own. Rows of zeros, whose scales are 0,
+    belong to those before them.
     """
     _, scales, minimums = _parts(matrix)
     is_signed = (minimums == -_SIGN * scales).all(1)
+    numbers = torch.arange(len(matrix))
+    is_signed = is_signed[torch.where(scales.any(1), numbers, 0).cummax(0).values]
     changes = (is_signed[1:] != is_signed[:-1]).nonzero().flatten() + 1
     ends = [*changes.tolist(), len(matrix)]
     return [_narrowest(matrix[first:last]) for first, last in pairwise([0, *ends])]

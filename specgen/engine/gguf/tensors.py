@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,11 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A tensor of the model: its `shape`, the stored tensors that it is made of, and the `change`
-    that makes it of them.
-
-    `expert`: it is this one of the outermost dimension of the only stored tensor.
-    """
+    that makes it of them."""
 
     sources: tuple[GgufTensor, ...]
     shape: tuple[int, ...]
     change: Change | None = None
-    expert: int | None = None
 
     def read(self, rows: range | None = None) -> torch.Tensor:
         """Returns the tensor, or those of its outermost rows that are in `rows`, which needs one
@@ -52,13 +48,11 @@ class _Stored:
         if self.change is not None:
             assert rows is None
             return self.change(*[read_tensor(source) for source in self.sources])
-        if self.expert is None:
-            return read_tensor(self.sources[0], rows)
-        own = read_tensor(self.sources[0], range(self.expert, self.expert + 1))[0]
-        return own if rows is None else own[rows.start : rows.stop]
+        return read_tensor(self.sources[0], rows)
 
     def read_rounded(self) -> torch.Tensor:
-        """Returns a quantised matrix as bytes (see `rounded`), its rows as the model has them."""
+        """Returns a quantised matrix, or those of all experts, as bytes (see `rounded`), with the
+        rows as the model has them."""
         matrices = [read_rounded(source) for source in self.sources]
         if self.change is None:
             return matrices[0]
@@ -75,7 +69,7 @@ class _Stored:
             has_rows = change.size % GROUP == 0
         else:
             has_rows = change is None or moves_rows(change)
-        return has_rows and self.expert is None and all(map(is_rounded, self.sources))
+        return has_rows and all(map(is_rounded, self.sources))
 
     @property
     def is_exact(self) -> bool:
@@ -195,6 +189,13 @@ def _within_layer(name: str) -> str:
     return re.sub(r"^(blk|model\.layers)\.\d+\.", "", name)
 
 
+def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
+    """Returns the part of a stored tensor that has the matrix of one expert."""
+    size = tensor.bytes // tensor.shape[0]
+    offset = tensor.offset + expert * size
+    return replace(tensor, shape=tensor.shape[1:], offset=offset, bytes=size)
+
+
 def _made_of(
     name: str, sources: tuple[GgufTensor, ...], architecture: Architecture, metadata: Metadata
 ) -> Iterator[tuple[str, _Stored]]:
@@ -207,7 +208,8 @@ def _made_of(
             sizes = " x ".join(map(str, source.shape))
             raise metadata.refuse(f"has {source.name} of {sizes} for {count:,} experts")
         for expert in range(count):
-            yield name.replace("{}", str(expert)), _Stored(sources, source.shape[1:], expert=expert)
+            own = _of_expert(source, expert)
+            yield name.replace("{}", str(expert)), _Stored((own,), own.shape)
         return
     change = architecture.change(_within_layer(source.name), metadata)
     if change is None:

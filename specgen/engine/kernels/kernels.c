@@ -1241,3 +1241,173 @@ EXPORT int run_branches(const branch *const *branches, long count, float *hidden
     }
     return 0;
 }
+
+/* ------------------------------------------------------------------ experts */
+
+/* Outputs of one expert, from column `column` on: those of `weight`, with its bias or NULL. */
+typedef struct {
+    long expert;
+    const matrix *weight;
+    const float *bias;
+    long column;
+} expert_part;
+
+typedef struct {
+    product_call product;
+    int rounds; /* the activations, also for the expert's other parts */
+    long first_chunk;
+} grouped_part;
+
+typedef struct {
+    const grouped_part *parts;
+    long count;
+} grouped_call;
+
+static void round_part(void *arguments, long index)
+{
+    const grouped_part *part = &((const grouped_call *)arguments)->parts[index];
+    for (long row = 0; part->rounds && row < part->product.rows; row++)
+        round_row(&part->product, row);
+}
+
+static void grouped_chunk(void *arguments, long chunk)
+{
+    const grouped_call *call = arguments;
+    long low = 0, high = call->count; /* of the last part that begins at or before the chunk */
+    while (high - low > 1) {
+        long middle = (low + high) / 2;
+        if (call->parts[middle].first_chunk <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    product_chunk((void *)&call->parts[low].product, chunk - call->parts[low].first_chunk);
+}
+
+/* Products of rows that are sorted by expert, each with its expert's weight: the rows of expert e
+ * end before ends[e]. `parts` are those of all experts, in the experts' order. All weights have the
+ * same number of inputs, which is even. */
+EXPORT int grouped_product(const expert_part *parts, long count, const int64_t *ends, long inputs,
+                           const float *input, long input_stride, float *output,
+                           long output_stride)
+{
+    const size_t groups = (size_t)(inputs + GROUP - 1) / GROUP;
+    const size_t rows = (size_t)ends[parts[count - 1].expert];
+    const size_t bytes = (size_t)count * sizeof(grouped_part);
+    grouped_part *used = scratch(0, bytes + groups * rows * (GROUP + 2 * sizeof(float)));
+    if (used == NULL) return -1;
+    float *scales = (float *)(used + count);
+    int32_t *sums = (int32_t *)(scales + groups * rows);
+    int8_t *integers = (int8_t *)(sums + groups * rows);
+    grouped_call call = { used, 0 };
+    long blocks = 0, rounded_expert = -1, is_rounded = 0;
+    for (long p = 0; p < count; p++) {
+        const expert_part *part = &parts[p];
+        long first = part->expert ? (long)ends[part->expert - 1] : 0;
+        long own_rows = (long)ends[part->expert] - first;
+        if (own_rows == 0) continue;
+        size_t before = groups * (size_t)first;
+        grouped_part *made = &used[call.count++];
+        *made = (grouped_part){ .product = {
+            .weight = part->weight,
+            .input = input + first * input_stride,
+            .rows = own_rows,
+            .input_stride = input_stride,
+            .bias = part->bias,
+            .output = output + first * output_stride + part->column,
+            .output_stride = output_stride,
+            .rounded = { integers + before * GROUP, scales + before, sums + before },
+        } };
+        if (part->weight->kind >= INT8 && part->expert != rounded_expert) {
+            made->rounds = 1;
+            rounded_expert = part->expert;
+            is_rounded = 1;
+        }
+        blocks += padded_blocks(part->weight);
+    }
+    if (is_rounded) in_threads(round_part, &call, call.count);
+    long threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+    long share = blocks / (4 * threads) / PADDED * PADDED; /* of a chunk: a few for each thread */
+    long chunks = 0;
+    for (long p = 0; p < call.count; p++) {
+        product_call *product = &used[p].product;
+        long own = padded_blocks(product->weight);
+        product->blocks_of_chunk = threads == 1 ? own : share < PADDED ? PADDED : share;
+        used[p].first_chunk = chunks;
+        chunks += (own + product->blocks_of_chunk - 1) / product->blocks_of_chunk;
+    }
+    in_threads(grouped_chunk, &call, chunks);
+    return 0;
+}
+
+typedef struct {
+    const float *input;
+    long input_stride;
+    const int64_t *positions;
+    const float *weights;
+    long terms;
+    long width;
+    float *output;
+} sum_call;
+
+static void sum_chunk(void *arguments, long row)
+{
+    const sum_call *call = arguments;
+    const int64_t *positions = call->positions + row * call->terms;
+    const float *weights = call->weights + row * call->terms;
+    float *output = call->output + row * call->width;
+    for (long i = 0; i < call->width; i += LANES) {
+        long left = call->width - i;
+        vec sum = v_zero();
+        for (long term = 0; term < call->terms; term++) {
+            const float *input = call->input + positions[term] * call->input_stride;
+            sum = v_fma(v_load_part(input + i, left), v_all(weights[term]), sum);
+        }
+        v_store_part(output + i, sum, left);
+    }
+}
+
+/* Each row of the output [rows][width] is a sum of rows of the input, in the order of `positions`
+ * [rows][terms], with `weights` [rows][terms]. */
+EXPORT int weighted_sums(const float *input, long input_stride, const int64_t *positions,
+                         const float *weights, long rows, long terms, long width, float *output)
+{
+    sum_call call = { input, input_stride, positions, weights, terms, width, output };
+    in_threads(sum_chunk, &call, rows);
+    return 0;
+}
+
+typedef struct {
+    const float *input;
+    long inner;
+    float limit;
+    float alpha;
+    float *output;
+} clamped_call;
+
+static void clamped_chunk(void *arguments, long row)
+{
+    const clamped_call *call = arguments;
+    const float *gate = call->input + row * 2 * call->inner;
+    const float *up = gate + call->inner;
+    float *output = call->output + row * call->inner;
+    const vec limit = v_all(call->limit), one = v_all(1.0f);
+    for (long i = 0; i < call->inner; i += LANES) {
+        long left = call->inner - i;
+        vec gates = v_min(v_load_part(gate + i, left), limit);
+        vec ups = v_max(v_min(v_load_part(up + i, left), limit), v_sub(v_zero(), limit));
+        vec power = v_exp(v_mul(gates, v_all(-call->alpha)));
+        vec active = v_div(gates, v_add(one, power));
+        v_store_part(output + i, v_mul(v_add(ups, one), active), left);
+    }
+}
+
+/* output = (up + 1) * gate * sigmoid(alpha * gate) for rows of the gates and then the ups, `inner`
+ * of each. Gates above `limit` count as `limit`, and ups beyond +-limit too. */
+EXPORT int clamped_gated(const float *input, long rows, long inner, float limit, float alpha,
+                         float *output)
+{
+    clamped_call call = { input, inner, limit, alpha, output };
+    in_threads(clamped_chunk, &call, rows);
+    return 0;
+}

@@ -79,6 +79,9 @@ _ARGUMENTS = {
         *(_POINTER, _POINTER, _LONG, _LONG),
         _POINTER,
     ],
+    "grouped_product": [_POINTER, _LONG, _POINTER, _LONG, *(_POINTER, _LONG) * 2],
+    "weighted_sums": [*(_POINTER, _LONG), _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "clamped_gated": [_POINTER, _LONG, _LONG, _FLOAT, _FLOAT, _POINTER],
 }
 
 

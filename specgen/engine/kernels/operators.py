@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specgen.base.errors import RunError
 from specgen.engine.kernels.branches import Places, Program, kind_addresses
+from specgen.engine.kernels.experts import ExpertsWeight
 from specgen.engine.kernels.library import Library, kernels
 from specgen.engine.kernels.packing import PackedWeight
 
@@ -68,6 +69,9 @@ class Kernels:
         self._attention = functions.attention
         self._gated = functions.gated
         self._run_branches = functions.run_branches
+        self._grouped_product = functions.grouped_product
+        self._weighted_sums = functions.weighted_sums
+        self._clamped_gated = functions.clamped_gated
 
     def use_threads(self, threads: int) -> None:
         """Sets how many threads share the work of a call."""
@@ -270,3 +274,56 @@ class Kernels:
                 buffer.data_ptr(),
             )
         )
+
+    def clamped_gated(self, gates_and_ups: Tensor, limit: float, alpha: float) -> Tensor:
+        """Returns (up + 1) * gate * sigmoid(alpha * gate), [n, 2 * inner] -> [n, inner]: the gates
+        stand first. Gates are at most `limit`, ups are between -`limit` and `limit`."""
+        rows, width = gates_and_ups.shape
+        output = gates_and_ups.new_empty(rows, width // 2)
+        _check(
+            self._clamped_gated(
+                gates_and_ups.data_ptr(), rows, width // 2, limit, alpha, output.data_ptr()
+            )
+        )
+        return output
+
+    def grouped_product(self, weight: ExpertsWeight, x: Tensor, ends: Tensor) -> Tensor:
+        """Returns x W^T + bias with the weight and the bias of each row's expert, [n, in] -> [n,
+        out].
+
+        The rows are sorted by expert; `ends` [experts] has in int64 where those of each one end.
+        """
+        output = x.new_empty(x.shape[0], weight.outputs)
+        _check(
+            self._grouped_product(
+                weight.address,
+                weight.count,
+                ends.data_ptr(),
+                weight.inputs,
+                x.data_ptr(),
+                x.stride(0),
+                output.data_ptr(),
+                output.stride(0),
+            )
+        )
+        return output
+
+    def weighted_sums(self, x: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+        """Returns sums of rows of x [m, width], [n, width]: row i of the result sums up the rows
+        `positions[i]` [k], in this order, with the weights `weights[i]` [k]. `positions` [n, k] is
+        int64; it and `weights` are contiguous."""
+        rows, terms = positions.shape
+        output = x.new_empty(rows, x.shape[1])
+        _check(
+            self._weighted_sums(
+                x.data_ptr(),
+                x.stride(0),
+                positions.data_ptr(),
+                weights.data_ptr(),
+                rows,
+                terms,
+                x.shape[1],
+                output.data_ptr(),
+            )
+        )
+        return output

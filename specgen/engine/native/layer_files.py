@@ -136,7 +136,7 @@ def read_layer(
 
     `take` returns a tensor of the model by name. `gain` is a factor on the weights of the norms
     before attention and MLP (see `norms.norm_gain`). `is_normed` False: the attention's input has
-    no norm. `dtype` None, for our own kernels: the matrices of mixer and dense MLP stay as
+    no norm. `dtype` None, for our own kernels: the matrices of mixer and MLP stay as
     `take_matrix` returns them, with nothing folded in, and all else is in float32.
     """
     files = layer_files(architecture, index)
@@ -155,8 +155,9 @@ def read_layer(
     mlp: MLPWeights | ExpertWeights
     if isinstance(files.mlp, ExpertFiles):
         assert mlp_gain is not None
-        mlp = read_experts(files.mlp, architecture, take, others, mlp_gain, gain)
-        mlp_norm = None
+        mlp = read_experts(files.mlp, architecture, take, dtype, mlp_gain, gain, take_matrix)
+        if dtype is not None or files.mlp.own_norms is not None:
+            mlp_norm = None
     elif dtype is None:
         mlp = read_mlp(files.mlp, take, None, None, take_matrix)
     else:

@@ -76,9 +76,11 @@ class Linear:
 class MakeLinear(Protocol):
     """Makes a linear layer from a weight [out, in], a bias [out] or None, and the factor of its
     output on the residual stream. `kernels` are those that compute it, and what stands between
-    linear layers; None: torch does."""
+    linear layers; None: torch does. `rounding` (`int8`, `int4`) is what weights are rounded to;
+    None: they are not."""
 
     kernels: Kernels | None
+    rounding: str | None
 
     def __call__(
         self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0
@@ -209,6 +211,7 @@ class TrainedLinears:
     them are made for speed. A `MakeLinear`."""
 
     kernels: Kernels | None = None
+    rounding: str | None = None
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
         return Linear(lambda x: torch.nn.functional.linear(x, weight, bias), scale)
@@ -249,22 +252,22 @@ class LinearFactory:
     ) -> None:
         self._on_cpu = device.type == "cpu"
         self._dtype = dtype
-        self._quantise = quantise
+        self.rounding = quantise
         self.kernels = kernels_for(device, dtype)
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
         """Returns the linear layer with `weight` [out, in] and `bias` [out]."""
         if weight.dtype == torch.uint8:  # of a quantised file
-            if self._quantise is None:
+            if self.rounding is None:
                 return self._of_runs(as_rounded(weight), bias, scale)
             weight = restored(weight)
-        if self._quantise is not None and self._on_cpu:
-            return self._of_runs([_ROUNDING[self._quantise](weight)], bias, scale)
+        if self.rounding is not None and self._on_cpu:
+            return self._of_runs([_ROUNDING[self.rounding](weight)], bias, scale)
         if self.kernels is not None and not weight.requires_grad:
             packed = pack_floats(weight, self.kernels.library)
             return KernelLinear(self.kernels, [packed], bias, scale)
-        if self._quantise is not None:
-            multiply = quantised_on_gpu(self._quantise, weight, bias)
+        if self.rounding is not None:
+            multiply = quantised_on_gpu(self.rounding, weight, bias)
             if multiply is not None:
                 return Linear(multiply, scale)
         return self._dense(weight, bias, scale)
@@ -275,7 +278,7 @@ class LinearFactory:
             packed = [pack_rounded(weight, self.kernels.library) for weight in runs]
             return KernelLinear(self.kernels, packed, bias, scale)
         (weight,) = runs
-        if self._quantise == "int8":
+        if self.rounding == "int8":
             return RoundedLinear(weight, bias, scale)
         return self._dense(weight.restored(), bias, scale)
 
