@@ -35,10 +35,13 @@ from training_helpers import (
 
 import specgen
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import kept_part
+from specgen.base.files import bundled_prompts, kept_part
 from specgen.base.types import Context
+from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
 from specgen.cli.train import _draft_report, _report
-from specgen.cli.trainable import GLIDE, TRAINABLE
+from specgen.cli.trainable import EXIT, GLIDE, TRAINABLE, Asked
+from specgen.cli.training import training_task
+from specgen.compare.prompts import load_prompts
 from specgen.engine.parts.own_layers import make_runners
 from specgen.engine.parts.trained_part import EXIT_DESCRIPTION, open_part
 from specgen.engine.weights import weights_fingerprint
@@ -134,18 +137,62 @@ def test_a_corpus_is_plain_text_or_json_lines(tmp_path: Path, corpus: Path) -> N
         read_corpus(tmp_path, encode)
 
 
+def test_the_bundled_prompts_are_of_many_kinds_and_none_is_one_of_compare() -> None:
+    """Of each kind one is held out."""
+    prompts = load_prompts(bundled_prompts(), for_tuning=None)
+    texts = {prompt.text for prompt in prompts}
+    assert len(prompts) == len(texts) == 200
+    assert not texts & {prompt.text for prompt in load_prompts(None, for_tuning=None)}
+    kinds = {prompt.category for prompt in prompts}
+    assert len(kinds) == 20
+    uses = [CYCLE[prompt.index % len(CYCLE)] for prompt in prompts]
+    held_out = [prompt for prompt, use in zip(prompts, uses, strict=True) if use == Use.HELD_OUT]
+    assert len(held_out) == 20
+    assert {prompt.category for prompt in held_out} == kinds
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_without_text_of_the_user_the_target_answers_the_bundled_prompts(
+    tmp_path: Path, has_template: bool
+) -> None:
+    """In its chat template, if it has one."""
+    tokenizer = make_tokenizer(LETTERS)
+    tokenizer.chat_template = CHAT_TEMPLATE if has_template else None
+    target = opened(save(make_model("llama"), tmp_path / "target", tokenizer))
+    models = ModelGroup(target=str(target.folder))
+    asked = Asked(models, TuneOptions(), TrainingOptions(training_length=900), 0, EXIT)
+    assert asked.has_no_text
+    listed = load_prompts(bundled_prompts(), for_tuning=None)
+    task = training_task(asked, listed, target, None)
+    assert task.corpus is None
+    assert task.recipe.self_text == 1
+    assert task.prompts is not None
+    texts = [target.tokenizer.text_of(ids) for ids in task.prompts.different(Use)]
+    assert len(texts) == (100 if has_template else 200), "a template is not cut to the window"
+    beginning = "user " if has_template else ""
+    plain = target.tokenizer.text_of(target.tokenizer.encode(listed[0].text))
+    assert texts[0].startswith(beginning + plain[:10])
+    assert texts[0].endswith("assistant ") == has_template
+    for tuning, training in (
+        (TuneOptions(prompts=tmp_path), TrainingOptions()),
+        (TuneOptions(), TrainingOptions(corpus=tmp_path)),
+    ):
+        assert not Asked(models, tuning, training, 0, EXIT).has_no_text
+    assert not Asked(ModelGroup(), TuneOptions(), TrainingOptions(), 0, EXIT).has_no_text
+
+
 def documents_of(corpus: Corpus, *uses: Use) -> set[int]:
     return {corpus.sample(random.Random(seed), 9, uses=uses)[0] for seed in range(300)}
 
 
 def test_every_document_has_one_part_and_is_trained_on_only_there() -> None:
-    """One in eight is held out, two are for the predictor. Equal documents have the same part.
+    """One in ten is held out, two are for the predictor. Equal documents have the same part.
     Samples are parts of documents."""
     repeated = Corpus([[index // 2] * 4 for index in range(48)])
     held_out, predictor, of_train = (
         documents_of(repeated, part) for part in (Use.HELD_OUT, Use.PREDICTOR, Use.TRAIN)
     )
-    assert (held_out, predictor) == ({0, 8, 16}, {2, 5, 10, 13, 18, 21})
+    assert (held_out, predictor) == ({0, 10, 20}, {2, 6, 12, 16, 22})
     assert of_train == set(range(24)) - held_out - predictor
     assert documents_of(Corpus([[index % 7, 1] for index in range(24)]), Use.HELD_OUT) == set(
         range(7)
@@ -264,7 +311,8 @@ def test_every_text_continues_a_document_of_its_part(
     elif used == "predictor":
         assert set(uses) == {Use.PREDICTOR, Use.HELD_OUT}
     else:
-        assert (2 * of_greedy, 8 * uses.count(Use.HELD_OUT)) == (len(texts), len(texts))
+        assert 2 * of_greedy == len(texts)
+        assert len(texts) / 12 < uses.count(Use.HELD_OUT) < len(texts) / 8
         assert (
             0 < uses.count(Use.PREDICTOR) < len(uses) / 4
             if used == "exit"
@@ -496,7 +544,7 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
     else:
         agreement = figures["held_out_agreement"]["greedy"]
         part = open_part(path, target, is_exit=True)
-        assert agreement > 0.3
+        assert agreement > 0.2
         assert part.has_predictor
         drafts = make_runners(part.load(), target.model, None, lambda: None).draft  # type: ignore[arg-type]
         logits = [drafts.logits(Context(text.ids[:1]), text.ids[1:]).logits for text in measured]
@@ -794,7 +842,8 @@ def test_training_needs_text_and_says_so_of_too_little(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text('{"prompt": "def add(a, b):"}\n')
-    for more in ([], ["--prompts", "prompts.jsonl", "--self-text", "0"]):
+    for more in ([], ["--prompts", "prompts.jsonl"]):
+        more = [*more, "--self-text", "0"]
         assert "there is no text to train on" in refused(
             ["tune", "--train", "-t", str(folder), *more]
         )
@@ -806,7 +855,7 @@ def test_training_needs_text_and_says_so_of_too_little(
             "eesd", Path("few.jsonl"), tmp_path / "out", "-t", str(folder), "--steps", "1"
         )
     )
-    assert "fewer than eight different documents or prompts" in result.stderr
+    assert "fewer than ten different documents or prompts" in result.stderr
     assert "held-out text" not in result.stderr
     assert "predictor: false" in (tmp_path / "out" / EXIT_DESCRIPTION).read_text()
 

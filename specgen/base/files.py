@@ -224,6 +224,12 @@ def examples_file() -> Path:
     return inside if inside.is_file() else package.parent / "examples.yaml"
 
 
+def bundled_prompts() -> Path:
+    """The path of the prompts for training that come with the package, in the form of
+    `examples.yaml`."""
+    return Path(__file__).parent.parent / "train" / "prompts.yaml"
+
+
 def data_folder() -> Path:
     """The folder for tuning profiles and trained parts of models: the environment variable
     `SPECGEN_DATA`, or if it is not set a folder in the user's data folder."""

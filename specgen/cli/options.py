@@ -314,7 +314,7 @@ TUNE_ROWS: Rows = {
         "FILE",
         (
             "Plain text, or JSON lines with text (--chat: prompt or messages); demo: the "
-            "bundled pair's own."
+            "bundled pair's own. By default the target answers 200 prompts."
         ),
     ),
     "layer": ("N", "Put the exit after layer N (7 % of the layers)."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from specgen.base.files import make_writable_folder
+from specgen.base.files import bundled_prompts, make_writable_folder
 from specgen.base.text import print_json, print_result
 from specgen.cli.opening import disable_hub_progress
 from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING_HELD_OUT = (
-    " Nothing was held out to measure it: there are fewer than eight "
-    "different documents or prompts."
+    " Nothing was held out to measure it: there are fewer than ten different documents or prompts."
 )
 
 
@@ -52,6 +51,8 @@ def train(
     asked = Asked(models, tuning, training, seed, part)
     check(asked)
     prompts = [] if tuning.prompts is None else load_prompts(tuning.prompts, for_tuning=True)
+    if asked.has_no_text:
+        prompts = load_prompts(bundled_prompts(), for_tuning=None)
     if tuning.out is not None:
         make_writable_folder(tuning.out)
     disable_hub_progress(err, quiet=quiet)

@@ -57,6 +57,14 @@ class Asked(NamedTuple):
     seed: int
     part: Trainable
 
+    @property
+    def has_no_text(self) -> bool:
+        """Whether the user named no text for a model that has none of its own: the target then
+        answers the bundled prompts."""
+        is_named = self.tuning.prompts is not None or self.training.corpus is not None
+        has_own = self.models.target is None and not self.tuning.chat
+        return not is_named and not has_own
+
 
 def part_of(tuning: TuneOptions, models: ModelGroup) -> Trainable:
     """Returns what the options ask to train. Raises SpecgenError if --methods names a method that
@@ -91,6 +99,9 @@ def check(asked: Asked) -> None:
             "--self-text cannot be combined with --chat: the target then generates all text",
             "Leave it out",
         )
+    if training.self_text == 0 and training.corpus is None and models.target is not None:
+        hint = "Give --corpus FILE (plain text or JSON lines), or leave --self-text above 0"
+        raise SpecgenError("there is no text to train on", hint)
     has_both = tuning.prompts is not None and training.corpus is not None
     if part is DRAFT and not tuning.chat and has_both and training.self_text in (None, 1):
         raise SpecgenError(

@@ -97,11 +97,12 @@ def training_task(
     on_cuda = target.device.type == "cuda"
     limit = min(model.context_limit for model in (target, draft or target))
     window = min(training.training_length or (2048 if on_cuda else 256), limit)
-    if asked.tuning.chat:
+    answers = asked.has_no_text and bool(target.tokenizer.template)
+    if asked.tuning.chat or answers:
         corpus = None
         ids = _conversations(training.corpus, prompts, target, 3 * window // 4)
     else:
-        corpus = _corpus(asked, target)
+        corpus = None if asked.has_no_text else _corpus(asked, target)
         ids = [target.tokenizer.encode(prompt.text) for prompt in prompts]
 
     share = part.self_text if training.self_text is None else training.self_text
@@ -152,18 +153,13 @@ def _conversations(
 
 
 def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
-    """Reads the corpus; None if only prompts are given. Raises SpecgenError if there is no text."""
+    """Reads the corpus; None if only prompts are given. Raises SpecgenError if there is no text in
+    it."""
     named = asked.training.corpus
     if named == _DEMO_CORPUS or (named is None and asked.models.target is None):
         return demo_corpus(target.tokenizer.encode, asked.seed, _DEMO_TOKENS)
     if named is not None:
         return read_corpus(named, target.tokenizer.encode)
-    if asked.tuning.prompts is None or asked.training.self_text == 0:
-        hint = (
-            "Give --corpus FILE (plain text or JSON lines), or --prompts FILE and "
-            "leave --self-text above 0"
-        )
-        raise SpecgenError("there is no text to train on", hint)
     return None
 
 

@@ -50,15 +50,17 @@ class Use(IntEnum):
     PREDICTOR = 2
 
 
-# What each of eight consecutive documents or prompts is used for; then the cycle begins again. If
-# there are fewer than eight, all are for training.
+# What each of ten consecutive documents or prompts is used for; then the cycle begins again. If
+# there are fewer than ten, all are for training.
 CYCLE = (
     Use.HELD_OUT,
     Use.TRAIN,
     Use.PREDICTOR,
     Use.TRAIN,
     Use.TRAIN,
+    Use.TRAIN,
     Use.PREDICTOR,
+    Use.TRAIN,
     Use.TRAIN,
     Use.TRAIN,
 )
@@ -71,7 +73,7 @@ class Corpus:
     are stored.
 
     Each document has a use (`Use`): training, training of a predictor, or measuring. Equal
-    documents have the same use. The corpus `is_split` if there are at least eight different ones.
+    documents have the same use. The corpus `is_split` if there are at least ten different ones.
     Otherwise all are for training, and the argument `uses` of `sample` and `different` has no
     effect.
     """
