@@ -44,6 +44,7 @@ class Specgen:
         self.description = {
             "version": f"specgen, {kind()}",
             "loading_bytes": peak.bytes,
+            "loaded_bytes": peak.left,
             "weight_bytes": kept,
         }
 
@@ -250,10 +251,11 @@ class OpenVino:
 
 class PeakMemory:
     """Measures by how many `bytes` the memory of this process that belongs to no file grew at most
-    within a `with` block."""
+    within a `with` block, and how many of them were `left` at its end."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.left = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -265,6 +267,7 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self.left = anonymous_bytes() - self._before
 
     def _watch(self) -> None:
         while True:

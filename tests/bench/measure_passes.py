@@ -5,9 +5,9 @@
 
 Prints the milliseconds of passes over 1 to 16 rows after 200 tokens, logits of all rows, of specgen
 and of llama.cpp, on the published model or on a random one (`random_models.py`; FOLDER keeps its
-files). The programs take turns; figures are medians, and minima in parentheses. Loading is the
-memory that belongs to no file, at most, beside the size of the weights as they are held; it
-includes the tokenizer. `--busy`: passes over one row, first quietly, then beside one busy process.
+files). The programs take turns; figures are medians, and minima in parentheses. Then the memory
+that belongs to no file, of the model and its tokenizer: after loading, and at most while loading.
+`--busy`: passes over one row, first quietly, then beside one busy process.
 """
 
 from __future__ import annotations
@@ -103,10 +103,14 @@ def show_passes(programs: dict[str, Program], context: int, turns: int) -> None:
 def show_loading(programs: dict[str, Program]) -> None:
     for name, program in programs.items():
         if "weight_bytes" in program.description:
-            weights = program.description["weight_bytes"] / 1e6
-            most = program.description["loading_bytes"] / 1e6
-            print(f"{name}: {weights:.0f} MB of weights, loading {most:.0f} MB", end=" ")
-            print(f"({most / weights:.2f} x)")
+            sizes = program.description
+            weights, loaded, most = (
+                sizes[each] / 1e6 for each in ("weight_bytes", "loaded_bytes", "loading_bytes")
+            )
+            print(
+                f"{name}: {weights:.0f} MB of weights as inspect says, {loaded:.0f} MB after "
+                f"loading, at most {most:.0f} MB ({most / loaded:.2f} x, {most / weights:.2f} x)"
+            )
 
 
 def show_busy(programs: dict[str, Program], context: int, count: int) -> None:
