@@ -10,7 +10,8 @@ such as those of Spec-Bench, come from a file. Each program has a process of its
 turns, prompt by prompt; figures are medians over prompts and repeats, of greedy decoding after the
 prompt's pass. A ratio is that of the speeds on one prompt in one turn. `same values` compares with
 llama.cpp's plain decoding of the same values: F16 for weights as stored, Q8_0 for int8, and the
-file itself (Q4_1).
+file itself (Q4_1). OpenVINO's model comes from `optimum-cli export openvino --weight-format int8`,
+applied to the folder that `published_model.target_folder` names.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,6 +97,8 @@ class Programs:
         self._environment = dict(AVX2_ALONE) if options.avx2 else {}
         self._stack = ExitStack()
         self.llama_builds = dict(map(_named, options.llama))
+        if not options.llama and find_spec("llama_cpp") is not None:
+            self.llama_builds = {"llama.cpp": ""}  # the installed one
         self._openvino_python: str = options.openvino_python
 
     def __enter__(self) -> Programs:
@@ -121,6 +124,9 @@ class Programs:
         return self._start("llama.cpp", given, environment)
 
     def openvino(self, model: object, ends: Sequence[int]) -> Program:
+        if self._environment:
+            # its plugin chooses kernels by the processor, and then oneDNN has none for them
+            raise SystemExit("OpenVINO cannot be held to AVX2: leave out --openvino or --avx2")
         options = {"model": str(model), "threads": self._threads, "ends": list(ends)}
         return self._start("openvino", options, {}, self._openvino_python)
 
@@ -149,7 +155,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="[NAME=]FOLDERS",
         help="where llama_cpp and what it needs are installed (between colons; several builds may "
-        "be named); without it, llama.cpp is left out",
+        "be named); without it, the installed one, if any",
     )
     parser.add_argument(
         "--openvino-python", default=sys.executable, help="a Python that has openvino_genai"
