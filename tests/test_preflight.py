@@ -21,7 +21,8 @@ from specgen.base.measuring import timed
 from specgen.base.model_options import ModelOptions
 from specgen.base.types import Context
 from specgen.decoding.parallel_costs import LONGEST_WINDOW
-from specgen.engine.kernels.library import kernels
+from specgen.engine.kernels.library import kernels, kind, why_none
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.tune import pair_inspection
@@ -93,6 +94,51 @@ def test_the_bundled_pairs_figures_are_the_loaded_models(
             else None
         )
         assert readiness["ready"] == (part is None or part.is_dir())
+
+
+def test_kernels_and_weights_are_named_and_what_torch_computes_is_measured(
+    inspect: Inspect, request: pytest.FixtureRequest
+) -> None:
+    line = json_report(inspect, "--measure")
+    target = line["target"]
+    assert target["kernels"] == kind()
+    assert target["no_kernels"] == why_none()
+    assert target["cache_dtype"] == "float32"
+    share = line["on_torch"]["target"]
+    if kernels() is not None:
+        assert target["kept_as"] == "as stored (bfloat16)"
+        assert share["operators"] == []
+        assert 0 < share["share"] < 1
+        text = " ".join(inspect("--pair", "--dtype", "int8")[0].split())
+        assert f"target: {kind()} draft: {kind()}" in text
+        assert "target: rounded to 8 bits in groups of 32, 4.0 MiB; cache in float32, " in text
+        request.getfixturevalue("without_kernels")
+        line = json_report(inspect, "--pair")
+        target = line["target"]
+        with specgen.load(device="cpu") as pair:
+            share = pair_inspection.measure_kernels(pair)["target"]._asdict()
+            share["operators"] = list(share["operators"])
+    assert (target["kernels"], target["kept_as"]) == ("torch", "float32")
+    assert target["no_kernels"]
+    assert share == {"operators": ["all operators"], "share": 1.0}
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
+def test_calls_of_kernels_are_timed(demo_pair: specgen.Pair) -> None:
+    own = kernels_for(CPU, torch.float32)
+    assert own is not None
+    before = vars(own).copy()
+    runner = demo_pair.target.runner()
+    context = Context([1] * 8)
+    runner.logits(context)
+    counts = []
+    for _ in range(2):
+        with own.timed() as seconds:
+            runner.logits(context)
+        counts.append(len(seconds))
+        assert all(taken > 0 for taken in seconds)
+    assert counts[0] == counts[1] > 1
+    assert vars(own) == before
 
 
 def bytes_per_token(runner: ModelRunner) -> int:

@@ -28,7 +28,7 @@ from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.methods.readiness import Readiness
 from specgen.tune.outcome import Candidate
-from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+from specgen.tune.pair_inspection import KernelShare, ModelFacts, PairReport, TokenizerFacts
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
 from specgen.view.comparison_columns import as_json, csv_text
@@ -111,6 +111,9 @@ def pair(**changes: Any) -> PairReport:
             32_064,
         ),
         *("native", None, "the dtype of its weights", None),
+        no_kernels="they are for CPUs, and the model runs on cuda:0",
+        kept_as="bfloat16",
+        cache_dtype="bfloat16",
     )
     draft = replace(
         target,
@@ -134,7 +137,15 @@ def pair(**changes: Any) -> PairReport:
     model = SpeedupModel({width: 0.02 + 0.0002 * (width - 1) for width in WIDTHS}, 0.004, 256)
     costs = ParallelCosts(0.005, 0.02, 0.02, 0.02, 4, 256)
     threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})
-    report = PairReport(target, draft, tokens, 7 << 30, methods, model, costs, threads, ranks=2)
+    shares = {
+        "target": KernelShare(("all operators",), 1.0),
+        "draft": KernelShare(("short convolutions (3 of 32 layers)",), 0.125),
+    }
+    report = PairReport(
+        *(target, draft, tokens, 7 << 30, methods, model, costs, threads),
+        ranks=2,
+        on_torch=shares,
+    )
     return replace(report, **changes)
 
 
@@ -149,6 +160,7 @@ def foreign() -> PairReport:
         parallel_costs=None,
         threads=None,
         ranks=None,
+        on_torch=None,
     )
 
 
@@ -159,7 +171,15 @@ def untranslated() -> PairReport:
     return pair(
         tokenizers=tokens,
         draft_free_bytes=1 << 40,
-        draft=replace(pair().target, name="small", device="cpu"),
+        draft=replace(
+            pair().target,
+            name="small",
+            device="cpu",
+            kernels="avx2",
+            no_kernels=None,
+            kept_as="as stored (bfloat16)",
+            cache_dtype="float32",
+        ),
     )
 
 

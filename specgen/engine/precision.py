@@ -21,6 +21,7 @@ from specgen.base.model_options import ModelOptions
 from specgen.base.types import QUANTISED
 from specgen.engine.devices import DTYPES, free_memory, total_memory
 from specgen.engine.gguf.file import is_gguf
+from specgen.engine.gguf.rounded import EXACT_TYPES
 from specgen.engine.kernels.library import VARIABLE, kernels, why_none
 from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.model_files import ModelFiles
@@ -38,10 +39,18 @@ _PACKED_SIZES = {
     "Q5_K": 40 / 32,
     **dict.fromkeys(("Q8_0", "Q6_K", "IQ4_XS"), 34 / 32),
 }
+# of a table of embeddings, see `gguf.rounded`; in float32, where that would not be exact
+_TABLE_SIZES = _STORED_SIZES | dict.fromkeys(EXACT_TYPES, 40 / 32)
 # matrices that are never rounded, nor computed with as quantised files store them
 _UNROUNDED = re.compile(r"\.(router|gate|shared_expert_gate|linear_attn\.in_proj_(a|b|ba))\.")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+
+
+_ROUNDED_AS = {
+    "int8": "rounded to 8 bits in groups of 32",
+    "int4": "rounded to 4 bits with scale and minimum in groups of 32",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,17 @@ class Precision:
     @property
     def name(self) -> str:
         return self.stored_type or self.rounding or _name(self.dtype)
+
+    def kept_as(self, stored: str | None) -> str:
+        """Returns in words how the weights are in memory. `stored` is the dtype in which kernels
+        leave those that are stored in floating point; None: there are no kernels."""
+        if self.stored_type is not None:
+            return f"as in their file ({self.stored_type})"
+        if self.rounding is not None:
+            return _ROUNDED_AS[self.rounding]
+        if stored is not None:
+            return f"as stored ({stored})"
+        return _name(self.dtype)
 
 
 def choose_precisions(
@@ -305,6 +325,12 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
             if _is_matrix(name, dimensions):
                 known = _STORED_SIZES if _UNROUNDED.search(name) else sizes_of_types
                 sizes[name] = round(count * min(size, known.get(kind, size)))
+    if weights.stored_type is not None:
+        # the table of embeddings, whose rows are read as they are stored, and the packed head
+        embedding = next(name for name in sizes if name.endswith(EMBEDDING))
+        sizes.setdefault(HEAD, sizes[embedding])
+        table_size = _TABLE_SIZES.get(stored[embedding][1], size)
+        sizes[embedding] = round(files.parameters[embedding] * table_size)
     if weights.rounding is not None:
         tables = {
             name: name

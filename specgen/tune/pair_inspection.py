@@ -3,10 +3,12 @@ run, what the others lack, and times of the loaded models' passes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,14 +17,15 @@ from specgen.base.errors import SpecgenError
 from specgen.base.machine import launch
 from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import EXIT, HEADS, MTP, training_command
-from specgen.base.types import SamplingParams
+from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.hub import head_folder
 from specgen.engine.kernels import library
-from specgen.engine.loaded_model import translation_between
+from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.loaded_model import LoadedModel, translation_between
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_files import ModelFiles, check_weight_files, find_model
 from specgen.engine.model_runner import time_passes
@@ -51,6 +54,8 @@ _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies
 _OUTPUT_TOKENS = 32
 # tokens in the cache when passes are timed; fewer where a model's context is shorter
 CONTEXT_LENGTH = 256
+_TIMED_PASSES = 9  # of whose shares outside of kernels the median counts
+TORCH = "torch"  # in place of kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,9 @@ class ModelFacts:
     table. `backend` runs the forward pass. `fallback` says why that is transformers,
     `tokenizer_fallback` why transformers reads the tokenizer; both are None otherwise.
     `tokenizer_warning` is a sentence for the user about a tokenizer that may give other tokens than
-    the model's, or None.
+    the model's, or None. `kernels` is the set of instructions of our own kernels that compute the
+    model's passes, or `torch`; then `no_kernels` says why. `kept_as` says how the weights are in
+    memory, `cache_dtype` is the dtype of cached keys and values.
     """
 
     name: str
@@ -84,6 +91,10 @@ class ModelFacts:
     dtype_reason: str
     tokenizer_fallback: str | None
     tokenizer_warning: str | None = None
+    kernels: str = TORCH
+    no_kernels: str | None = None
+    kept_as: str = ""
+    cache_dtype: str = ""
 
 
 def model_facts(files: ModelFiles, device: torch.device, weights: Precision) -> ModelFacts:
@@ -95,6 +106,8 @@ def model_facts(files: ModelFiles, device: torch.device, weights: Precision) -> 
     shape = files.shape
     size = weights.dtype.itemsize
     check_weight_files(files.folder, files.name)
+    no_kernels = _why_no_kernels(files, device, weights)
+    stored = None if no_kernels is not None else shape.dtype or "float32"
     return ModelFacts(
         files.name,
         shape.model_type,
@@ -113,7 +126,31 @@ def model_facts(files: ModelFiles, device: torch.device, weights: Precision) -> 
         weights.warning or weights.reason,
         files.tokenizer.fallback,
         files.tokenizer.warning,
+        TORCH if no_kernels is not None else library.kind(),
+        no_kernels,
+        weights.kept_as(stored) if files.quantisation is None else "quantised, as in their files",
+        str(weights.dtype).removeprefix("torch."),
     )
+
+
+def _why_no_kernels(files: ModelFiles, device: torch.device, weights: Precision) -> str | None:
+    """Returns why our own kernels do not run a model; None if they do."""
+    if files.architecture is None:
+        return "transformers runs the model"
+    if device.type != "cpu":
+        return f"they are for CPUs, and the model runs on {device}"
+    if weights.dtype != torch.float32:
+        return f"they compute in float32, and the model in {weights.name}"
+    return library.why_none()
+
+
+class KernelShare(NamedTuple):
+    """What of a model's passes is not computed by our own kernels: the `operators` that torch
+    computes, as plain names, and the `share` of a pass's time that is spent outside the kernels, in
+    torch and in Python."""
+
+    operators: tuple[str, ...]
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +188,8 @@ class PairReport:
     CPU threads, None if not measured. `placement` says which layers are on which device; None
     unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
     processes that torchrun started, None without it. `rounding` says what rounding the target's
-    weights costs; None if they are not rounded, or if that was not measured.
+    weights costs; None if they are not rounded, or if that was not measured. `on_torch` says for
+    `target` and `draft` what torch computes in a pass over one token; None if not measured.
     """
 
     target: ModelFacts
@@ -166,6 +204,7 @@ class PairReport:
     ranks: int | None = None
     draft_free_bytes: int | None = None
     rounding: RoundingCost | None = None
+    on_torch: Mapping[str, KernelShare] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`.
@@ -196,6 +235,9 @@ class PairReport:
             "methods": fields["methods"],
             "engine": None if self.threads is None else {"threads": asdict(self.threads)},
             "rounding": None if self.rounding is None else self.rounding._asdict(),
+            "on_torch": None
+            if self.on_torch is None
+            else {role: share._asdict() for role, share in self.on_torch.items()},
             "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
         }
 
@@ -313,6 +355,7 @@ def with_measurements(
         threads=pair.measurements.threads,
         parallel_costs=measure_parallel(pair, announce),
         rounding=rounding_cost(pair, announce),
+        on_torch=measure_kernels(pair),
         methods={
             **report.methods,
             **{name: Readiness.of(error) for name, error in errors.items() if error is not None},
@@ -333,6 +376,34 @@ def measure(pair: Pair, announce: Callable[[str], None]) -> SpeedupModel:
     width = min(LONGEST_DRAFT, max(widths)) if pair.draft.drafts_blocks else 1
     drafting = time_passes(pair.draft.runner(), [width], length)[width]
     return SpeedupModel(seconds, drafting, length, drafts_blocks=pair.draft.drafts_blocks)
+
+
+def measure_kernels(pair: Pair) -> dict[str, KernelShare]:
+    """Measures which part of each model's passes is spent outside of our own kernels."""
+    found = {}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        if model is not None:
+            found[role] = KernelShare(model.model.on_torch(), _share_outside_kernels(model))
+    return found
+
+
+def _share_outside_kernels(model: LoadedModel) -> float:
+    """Returns the median share of the time of passes over one token that no kernel takes."""
+    kernels = kernels_for(model.device, model.dtype)
+    if model.files.architecture is None or kernels is None:
+        return 1.0
+    runner = model.runner()
+    context = Context([1] * min(CONTEXT_LENGTH, model.context_limit - 1))
+    runner.logits(context)
+    shares = []
+    for _ in range(_TIMED_PASSES):
+        with kernels.timed() as seconds:
+            start = time.perf_counter()
+            runner.logits(context)
+            taken = time.perf_counter() - start
+        shares.append(max(0.0, 1 - sum(seconds) / taken))
+    runner.clear_cache()
+    return median(shares)
 
 
 def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCosts | None:

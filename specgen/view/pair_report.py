@@ -292,6 +292,14 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         if model.tokenizer_fallback is not None:
             text += f"; tokenizer of transformers ({model.tokenizer_fallback})"
         yield "· engine" if model is report.target else "", f"{role}: {text}"
+    for role, model in _roles(report).items():
+        yield "· kernels" if model is report.target else "", f"{role}: {_kernels(report, role)}"
+    for role, model in _roles(report).items():
+        text = (
+            f"{role}: {model.kept_as}, {_size(model.weight_bytes)}; cache in {model.cache_dtype}, "
+            f"{_size(model.cache_bytes)} a token"
+        )
+        yield "· weights" if model is report.target else "", text
     if report.threads is not None:
         text = f"{report.threads.threads}: {report.threads.reason}"
         times = [
@@ -301,6 +309,18 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         if times:
             text += f" ({', '.join(times)})"
         yield "· threads", text
+
+
+def _kernels(report: PairReport, role: str) -> str:
+    """Returns which kernels run the target's or the draft's (`role`) passes, and if measured what
+    is left to torch."""
+    model = _roles(report)[role]
+    text = model.kernels if model.no_kernels is None else f"none: {model.no_kernels}"
+    if report.on_torch is None or model.no_kernels is not None:
+        return text
+    operators, share = report.on_torch[role]
+    text += f"; {share:.0%} of a pass is spent outside of them"
+    return f"{text}, with torch: {', '.join(operators)}" if operators else text
 
 
 def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:

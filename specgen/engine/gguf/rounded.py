@@ -91,11 +91,12 @@ _PARTS: dict[str, Callable[[torch.Tensor], Parts]] = {
     "Q5_K": _q5_k,
     "MXFP4": _mxfp4,
 }
+EXACT_TYPES = tuple(_PARTS)  # that are read exactly as the file says
 
 
 def is_exact(tensor: GgufTensor) -> bool:
     """Whether `read_rounded` returns exactly what the file says."""
-    return tensor.type in _PARTS and len(tensor.shape) >= 2
+    return tensor.type in EXACT_TYPES and len(tensor.shape) >= 2
 
 
 def is_rounded(tensor: GgufTensor) -> bool:

@@ -4,8 +4,10 @@ otherwise, and their last dimension is contiguous."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +59,13 @@ def _check(status: int) -> None:
         raise RunError("there is no memory left for the kernels' scratch space")
 
 
+def _timed(seconds: list[float], function: Callable[..., int], *arguments: object) -> int:
+    start = perf_counter()
+    status = function(*arguments)
+    seconds.append(perf_counter() - start)
+    return status
+
+
 class Kernels:
     """The functions of a library."""
 
@@ -72,6 +81,19 @@ class Kernels:
         self._grouped_product = functions.grouped_product
         self._weighted_sums = functions.weighted_sums
         self._clamped_gated = functions.clamped_gated
+
+    @contextmanager
+    def timed(self) -> Iterator[list[float]]:
+        """Yields a list to which each call of a kernel inside the block adds its seconds."""
+        seconds: list[float] = []
+        own = vars(self).copy()
+        for name, function in own.items():
+            if callable(function):
+                setattr(self, name, partial(_timed, seconds, function))
+        try:
+            yield seconds
+        finally:
+            vars(self).update(own)
 
     def use_threads(self, threads: int) -> None:
         """Sets how many threads share the work of a call."""
