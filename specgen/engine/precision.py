@@ -327,10 +327,10 @@ def weight_bytes(files: ModelFiles, device: torch.device, weights: Precision) ->
                 sizes[name] = round(count * min(size, known.get(kind, size)))
     if weights.stored_type is not None:
         # the table of embeddings, whose rows are read as they are stored, and the packed head
-        embedding = next(name for name in sizes if name.endswith(EMBEDDING))
-        sizes.setdefault(HEAD, sizes[embedding])
-        table_size = _TABLE_SIZES.get(stored[embedding][1], size)
-        sizes[embedding] = round(files.parameters[embedding] * table_size)
+        table = next(name for name in sizes if name.endswith(EMBEDDING))
+        sizes.setdefault(HEAD, sizes[table])
+        table_size = _TABLE_SIZES.get(stored[table][1], size)
+        sizes[table] = round(files.parameters[table] * table_size)
     if weights.rounding is not None:
         tables = {
             name: name
