@@ -3,14 +3,17 @@ stored: recurrent layers and trained parts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import make_model, model_of, plain, prompt, save
+from safetensors.torch import load_file
 
 import specgen
-from specgen.base.types import SamplingParams
+from specgen import demo
+from specgen.base.types import Context, SamplingParams
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.packing import PackedWeight
 from specgen.engine.model import ALL_OPERATORS
@@ -141,3 +144,57 @@ def test_what_is_left_on_torch_is_named() -> None:
 @pytest.mark.usefixtures("without_kernels")
 def test_without_kernels_all_is_on_torch() -> None:
     assert model_of(make_model("llama"), "native").on_torch() == ALL_OPERATORS
+
+
+# of the bundled target; stored in bfloat16
+PARTS = {"exit": "eesd", "eagle": "eagle", "medusa": "medusa", "glide": "glide"}
+
+
+def part_file(kind: str) -> Path:
+    folder = demo.exit_folder() if kind == "exit" else demo.head_folder(kind)
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", PARTS)
+def test_trained_parts_keep_their_weights_as_they_are_stored(
+    packed: list[PackedWeight], kind: str
+) -> None:
+    """And no tables of the target. GliDe's and EAGLE's embeddings are read by no product."""
+    matrices = {
+        name: weight
+        for name, weight in load_file(part_file(kind)).items()
+        if weight.dim() == 2 and "embed_tokens" not in name and "predictor" not in name
+    }
+    assert {weight.dtype for weight in matrices.values()} == {torch.bfloat16}
+    stored = sum(weight.numel() for weight in matrices.values())
+    for dtype, number in (("auto", BFLOAT16), ("int8", INT8)):
+        with specgen.load(device="cpu", dtype=dtype) as pair:
+            _ = pair.target.model
+            packed.clear()
+            assert pair.parts.runners(kind) is not None
+            assert elements(packed, number) == elements(packed, *range(9)) == stored
+
+
+def rows_of(kind: str) -> torch.Tensor:
+    """The logits of a part after a context and drafted tokens, and what it drafts and generates."""
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    with specgen.load(device="cpu") as pair:
+        runners = pair.parts.runners(kind)
+        assert runners is not None
+        ids = pair.tokenizer.encode("def mean(numbers):\n    total = 0\n")
+        logits = runners.draft.logits(Context(ids), [30, 40]).logits.clone()
+        expected = pair.generate("def mean(numbers):", "ar", sampling).token_ids
+        assert pair.generate("def mean(numbers):", PARTS[kind], sampling).token_ids == expected
+    return logits
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", PARTS)
+def test_trained_parts_compute_the_same_without_kernels(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    with_kernels = rows_of(kind)
+    request.getfixturevalue("without_kernels")
+    torch.testing.assert_close(with_kernels, rows_of(kind), atol=2e-3, rtol=1e-3)

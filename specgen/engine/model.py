@@ -131,13 +131,16 @@ class Model(Protocol):
     """A model with its weights. All outputs are on `device`, also if its layers are on several
     devices.
 
-    `shape` is an `Architecture` if the native decoder knows the model's family. `exact`: passes are
+    `rounding` (`int8`, `int4`) is what the weights are rounded to; None: they are not. `shape` is
+    an `Architecture` if the native decoder knows the model's family. `exact`: passes are
     padded so that in drafts without branches a token's logits have the same bits whichever tokens
     are run with it.
     """
 
     @property
     def shape(self) -> ModelShape: ...
+    @property
+    def rounding(self) -> str | None: ...
 
     @property
     def device(self) -> torch.device: ...

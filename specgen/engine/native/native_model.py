@@ -118,7 +118,8 @@ class OuterWeights(NamedTuple):
 class NativeModel:
     """A model with its weights. Implements `engine.model.Model`.
 
-    `norm_gain` is a factor in the weights that follow a norm (see `norms.norm_gain`). `exact` pads
+    `norm_gain` is a factor in the weights that follow a norm (see `norms.norm_gain`). `rounding` is
+    what the weights are rounded to, as in `LinearFactory`; None: they are not. `exact` pads
     passes so that in drafts without branches a token's logits have the same bits whichever tokens
     are run with it. With our own kernels they have, in draft trees too, and nothing is padded.
     `captures` makes the functions that `forward` returns run short passes as CUDA graphs (see
@@ -135,6 +136,7 @@ class NativeModel:
         dtype: torch.dtype,
         *,
         norm_gain: float = 1.0,
+        rounding: str | None = None,
         exact: bool = False,
         layer_devices: Sequence[torch.device] | None = None,
     ) -> None:
@@ -144,6 +146,7 @@ class NativeModel:
         self.dtype = dtype
         self.device = outer.norm.device
         self.norm_gain = norm_gain
+        self.rounding = rounding
         self._unit_norm = norm_function(architecture.norm_eps, norm_gain)
         self.kernels = kernels_for(self.device, dtype)
         self.exact = exact and self.kernels is None
@@ -514,6 +517,7 @@ def load_native(
             outer,
             dtype,
             norm_gain=gain,
+            rounding=quantise,
             exact=exact,
             layer_devices=layer_devices,
         )

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specgen.base.types import Context
 from specgen.engine.block_runner import BlockRunner
@@ -36,7 +35,7 @@ from specgen.engine.native.layer_files import (
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
-from specgen.engine.native.norms import norm_function
+from specgen.engine.native.norms import Norm, output_norm, rms_norm
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.part import (
@@ -45,6 +44,7 @@ from specgen.engine.parts.part import (
     FeatureRunner,
     native_layers,
     of_all_tokens,
+    part_weight,
 )
 from specgen.engine.penalties import PenaltyProcessor
 
@@ -110,9 +110,13 @@ class BlockLayers:
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(device)
 
-        self.normed = norm_function(architecture.norm_eps, norm_gain)  # without the norms' weights
-        self.norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
-        self._fc = make_linear(take(FC).to(dtype), None, 1.0)
+        def norm(name: str) -> Norm:
+            weight = (take(name).float() * norm_gain).to(dtype)
+            return output_norm(architecture.norm_eps, norm_gain, weight)
+
+        self.norm = norm(FINAL_NORM)
+        self._context_norm = norm(CONTEXT_NORM)
+        self._fc = make_linear(part_weight(take(FC), dtype, make_linear), None, 1.0)
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self.layers = native_layers(
             architecture, kinds, take, dtype, make_linear, norm_gain, make_layer=make_layer
@@ -120,18 +124,15 @@ class BlockLayers:
         self._stack = LayerStack(self.layers)
         # of the rows of keys, then of values
         first = architecture.num_heads * architecture.head_size
+        as_kept = None if make_linear.kernels is not None else dtype
         mixers = [
-            read_layer(architecture, index, take, torch.float32, is_normed=False).mixer
+            read_layer(architecture, index, take, as_kept, is_normed=False).mixer
             for index in range(len(kinds))
         ]
         plain = [mixer for mixer in mixers if isinstance(mixer, AttentionWeights)]
-        weight = torch.cat([mixer.qkv[first:] for mixer in plain]) * (
-            take(CONTEXT_NORM).float() * norm_gain
-        )
+        weight = torch.cat([mixer.qkv[first:] for mixer in plain])
         biases = [mixer.qkv_bias[first:] for mixer in plain if mixer.qkv_bias is not None]
-        self._project = make_linear(
-            weight.to(dtype), torch.cat(biases).to(dtype) if biases else None, 1.0
-        )
+        self._project = make_linear(weight, torch.cat(biases) if biases else None, 1.0)
         norms = [
             mixer.qk_norm[architecture.num_heads :] for mixer in plain if mixer.qk_norm is not None
         ]
@@ -140,7 +141,7 @@ class BlockLayers:
     def reduced(self, features: Tensor) -> Tensor:
         """Returns what keys and values are computed from, [n, width], for a target's features [n,
         taps * target width]."""
-        return self.normed(self._fc(features))
+        return self._context_norm(self._fc(features))
 
     def keys_values(
         self,
@@ -159,7 +160,7 @@ class BlockLayers:
         )
         keys, values = projected.unbind(2)
         if self._key_norm is not None:
-            keys = functional.rms_norm(keys, keys.shape[-1:], None, made.norm_eps) * self._key_norm
+            keys = rms_norm(made.norm_eps, None, keys) * self._key_norm
         keys = keys.clone()
         rotate(keys.view(len(keys), -1, made.head_size), rotation)
         return torch.stack((keys, values), dim=2)
@@ -171,7 +172,7 @@ class BlockLayers:
     ) -> Tensor:
         """Runs the layers on the embeddings [n, width] of a block, and returns the input of the LM
         head."""
-        return self.normed(self._stack(hidden, inputs)) * self.norm
+        return self.norm(self._stack(hidden, inputs))
 
 
 class BlockPass(DecoderRunner):
@@ -197,7 +198,8 @@ class BlockPass(DecoderRunner):
             model, forward, model.new_cache(), target_penalties, self.layers.reduced
         )
         self._whole = Context(())  # the last call's context, with its last token
-        self._no_rows = self.layers.norm.new_empty(0, 0)  # of a part of a long prompt
+        # of a part of a long prompt
+        self._no_rows = torch.empty(0, 0, dtype=model.dtype, device=self.device)
 
     def states(self, context: Context) -> Tensor:
         """Returns the inputs [block size, width] of the LM head for the block after the context."""
@@ -275,7 +277,9 @@ class BlockHeadRunner(BlockRunner):
         self._lm_head = self._successors = self._successor_head = None
 
         def take(name: str) -> Tensor:
-            return weights.tensors[name].to(model.device, model.dtype)
+            return part_weight(
+                weights.tensors[name].to(model.device), model.dtype, self._pass.make_linear
+            )
 
         if HEAD in weights.tensors:
             self._lm_head = self._pass.make_linear(take(HEAD))
@@ -306,7 +310,7 @@ class BlockHeadRunner(BlockRunner):
         assert states is not None
         if self._successors is not None and self._successor_head is not None:
             before = upload(torch.tensor(tokens), self.device)
-            rank = self._successors.index_select(0, before)
+            rank = self._successors.index_select(0, before).to(logits.dtype)
             logits = logits + self._successor_head(rank)
             states = torch.cat((states, rank), dim=-1)
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), states)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
@@ -29,8 +28,8 @@ from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import FINAL_NORM, HEAD, read_layer
 from specgen.engine.native.layer_stack import LayerStack
-from specgen.engine.native.linear import MakeLinear
-from specgen.engine.native.norms import norm_function
+from specgen.engine.native.linear import Linear, MakeLinear
+from specgen.engine.native.norms import Norm, norm_function, output_norm, rms_norm
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
     AssistantWeights,
@@ -41,6 +40,7 @@ from specgen.engine.parts.part import (
     MtpWeights,
     native_layers,
     of_all_tokens,
+    part_weight,
 )
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import bias_of
@@ -152,17 +152,20 @@ class EagleLayers:
         self.normed = norm_function(architecture.norm_eps, norm_gain)
         self._eps = architecture.norm_eps
         norms = [take(name) for name in INPUT_NORMS if name in weights.tensors]
-        self._input_norms = len(norms)
+        self._input_norm = torch.stack(norms).float() if norms else None
         bias = take(bias_of(FC)).to(dtype) if bias_of(FC) in weights.tensors else None
-        fc = take(FC).float() * torch.cat(norms).float() if norms else take(FC)
-        self._fc = make_linear(fc.to(dtype), bias, 1.0)
-        self._feature_norm = self._output_norm = None
+        self._fc = make_linear(part_weight(take(FC), dtype, make_linear), bias, 1.0)
+        self._feature_norm: Tensor | None = None
+        self._output_norm: Norm | None = None
         if weights.norm_before_residual:
             self._feature_norm = (take(FEATURE_NORM).float() * norm_gain).to(dtype)
         if weights.norm_output:
-            self._output_norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
+            norm = (take(FINAL_NORM).float() * norm_gain).to(dtype)
+            self._output_norm = output_norm(architecture.norm_eps, norm_gain, norm)
         _, (kind, *kinds) = layer_kinds(architecture, [device] * len(architecture.layers))
-        own = read_layer(architecture, 0, take, dtype, norm_gain, is_normed=is_third)
+        as_kept = None if make_linear.kernels is not None else dtype
+        own = read_layer(architecture, 0, take, as_kept, norm_gain, is_normed=is_third)
+        self._pair_norm = own.attention_norm  # None: it is part of the weights
         self._first = first_layer(architecture, 0, kind, own, make_linear, gain=norm_gain)
         others = native_layers(architecture, kinds, take, dtype, make_linear, norm_gain, 1)
         self._others = LayerStack(others)
@@ -170,9 +173,10 @@ class EagleLayers:
     def joined(self, features: Tensor) -> Tensor:
         """Returns vectors [n, ...] projected by `fc` to [n, width]. In EAGLE-3 they are the three
         features of each token, [n, 3 * target width], otherwise its pair, [n, 2 width]."""
-        if self._input_norms:
-            parts = features.view(len(features), self._input_norms, -1)
-            features = functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(1)
+        if self._input_norm is not None:
+            parts = features.view(len(features), *self._input_norm.shape)
+            parts = rms_norm(self._eps, None, parts) * self._input_norm
+            features = parts.flatten(1).to(features.dtype)
         return self._fc(features)
 
     def __call__(self, embeddings: Tensor, features: Tensor, inputs: PassInputs) -> Tensor:
@@ -184,6 +188,8 @@ class EagleLayers:
         if self._is_third:
             pairs = self.normed(torch.stack((embeddings, features), dim=1))
             attended = pairs.flatten(1)
+            if self._pair_norm is not None:
+                attended = attended * self._pair_norm
             hidden = (
                 features.clone() if self._feature_norm is None else pairs[:, 1] * self._feature_norm
             )
@@ -193,7 +199,7 @@ class EagleLayers:
             hidden = attended.to(features.dtype, copy=True)
         hidden = self._first.run(hidden, attended, inputs)
         hidden = self._others(hidden, inputs)
-        return hidden if self._output_norm is None else self.normed(hidden) * self._output_norm
+        return hidden if self._output_norm is None else self._output_norm(hidden)
 
 
 class EagleRunner(DecoderRunner):
@@ -228,7 +234,8 @@ class EagleRunner(DecoderRunner):
         super().__init__(weights, model, self._run)
         taps = [model.shape.num_layers]
         reduce = None
-        self._lm_head = None
+        self._lm_head: Linear | None = None
+        self._normed: Norm | None = None  # of the LM head's input
         self._vocabulary = None
         made: Any = self.device, model.dtype, self.make_linear
         # which run on the pairs one after the other
@@ -243,12 +250,11 @@ class EagleRunner(DecoderRunner):
             layers = EagleLayers(weights, *made, norm_gain=self.gain)
             self._stages.append(layers)
             if weights.version == 3:
-                norm, head = (
-                    weights.tensors[name].to(self.device).float() for name in (FINAL_NORM, HEAD)
-                )
-                self._lm_head = self.make_linear(
-                    (head if weights.norm_output else head * (norm * self.gain)).to(model.dtype)
-                )
+                norm, head = (weights.tensors[name].to(self.device) for name in (FINAL_NORM, HEAD))
+                self._lm_head = self.make_linear(part_weight(head, model.dtype, self.make_linear))
+                if not weights.norm_output:
+                    norm = (norm.float() * self.gain).to(model.dtype)
+                    self._normed = output_norm(self.architecture.norm_eps, self.gain, norm)
                 taps = list(weights.feature_layers)
                 reduce = layers.joined
             if weights.vocabulary is not None:
@@ -256,9 +262,6 @@ class EagleRunner(DecoderRunner):
         if len(self._stages) > 1:
             self.traits = DraftTraits(longest_draft=len(self._stages))
         self._rows = [KeptRows() for _ in self._stages]
-        self._normed: Callable[[Tensor], Tensor] | None = None  # of the LM head's input
-        if not getattr(weights, "norm_output", False):
-            self._normed = norm_function(self.architecture.norm_eps, self.gain)
         self._token_penalties = penalties
         self.target = FeatureRunner(
             model, model.forward(taps=taps), model.new_cache(), target_penalties, reduce

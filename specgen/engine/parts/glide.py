@@ -17,6 +17,7 @@ from specgen.base.machine import launch
 from specgen.base.types import Context
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardPass, ModelOutput, positions
+from specgen.engine.kernels.operators import Kernels, SeenSlots
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attend import WIDE, attend, attend_batch
@@ -24,12 +25,12 @@ from specgen.engine.native.attention import head_order
 from specgen.engine.native.attention_mask import chain_mask
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.layer_files import EMBEDDING, HEAD, final_norm
-from specgen.engine.native.linear import MakeLinear
+from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.norms import norm_function
+from specgen.engine.native.norms import output_norm
 from specgen.engine.native.rotary import RotaryTable, rotate
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import DecoderRunner, GlideWeights, native_layers
+from specgen.engine.parts.part import DecoderRunner, GlideWeights, native_layers, part_weight
 from specgen.engine.penalties import PenaltyProcessor
 
 
@@ -40,7 +41,8 @@ class CrossInputs(NamedTuple):
     `keys` and `values` are those of one layer of the target, and `mask` hides some of them (None:
     none), all in the shapes that `attend` takes, or with `batch` those that `attend_batch` takes.
     `rotation` [batch * rows, 1, R/2] is the target's rotary embedding at the positions of the
-    tokens (None: this layer of the target has none).
+    tokens (None: this layer of the target has none). `seen` are the keys that each token sees, for
+    our own kernels, which take no mask; None: torch computes.
     """
 
     keys: torch.Tensor
@@ -48,6 +50,7 @@ class CrossInputs(NamedTuple):
     rotation: torch.Tensor | None
     mask: torch.Tensor | None = None
     batch: int | None = None
+    seen: SeenSlots | None = None
 
 
 class CrossAttention:
@@ -69,25 +72,27 @@ class CrossAttention:
         make_linear: MakeLinear,
     ) -> None:
         architecture = known_architecture(target.shape, "glide")
+        self._kernels = make_linear.kernels
         self._heads = architecture.num_heads
         self._size = architecture.head_size
+        self._scale = self._size**-0.5
         order = head_order(architecture, q_proj.device)
-        query = (
-            q_proj.float().view(self._heads, self._size, -1)[:, order].flatten(0, 1)
-            * self._size**-0.5
-        )
-        self._query = make_linear(query.to(dtype), None, 1.0)
-        self._output = make_linear(o_proj.to(dtype), None, 1.0)
+        query = q_proj.view(self._heads, self._size, -1)[:, order].flatten(0, 1)
+        self._query = make_linear(part_weight(query, dtype, make_linear), None, 1.0)
+        self._output = make_linear(part_weight(o_proj, dtype, make_linear), None, 1.0)
         self._key_order = None if isinstance(target, NativeModel) else order.argsort()
 
     def __call__(self, hidden: torch.Tensor, inputs: CrossInputs) -> torch.Tensor:
         """Returns the residual stream `hidden` [rows, width] with the attention's output added. The
         queries are computed from `hidden`."""
         query = self._query(hidden).view(-1, self._heads, self._size)
+        if self._kernels is not None and inputs.seen is not None:
+            return self._output.add_to(hidden, self._by_kernels(self._kernels, query, inputs))
         if inputs.rotation is not None:
             rotate(query, inputs.rotation)
         if self._key_order is not None:
             query = query.index_select(2, self._key_order)
+        query = query * self._scale
         if inputs.batch is None:
             mixed = attend(query, inputs.keys, inputs.values, inputs.mask)
         else:
@@ -95,6 +100,17 @@ class CrossAttention:
             query = query.view(inputs.batch, -1, self._heads, self._size)
             mixed = attend_batch(query, inputs.keys, inputs.values, inputs.mask).flatten(0, 1)
         return self._output.add_to(hidden, mixed)
+
+    def _by_kernels(
+        self, kernels: Kernels, query: torch.Tensor, inputs: CrossInputs
+    ) -> torch.Tensor:
+        """Returns the attention of queries [rows, heads, head size], [rows, heads * head size]."""
+        assert inputs.seen is not None
+        if inputs.rotation is not None:
+            kernels.rotate_and_write(query, self._heads, 0, inputs.rotation[:, 0], None)
+        if self._key_order is not None:
+            query = query.index_select(2, self._key_order)
+        return kernels.attention(query, inputs.keys, inputs.values, inputs.seen, self._scale)
 
 
 class GlideLayers:
@@ -126,8 +142,8 @@ class GlideLayers:
                 take(f"layers.{index}.cross_attn.{name}_proj.weight") for name in "qo"
             )
             self._attentions.append(CrossAttention(target, q_proj, o_proj, dtype, make_linear))
-        self._norm = final_norm(architecture, take, dtype, norm_gain)
-        self._normed = norm_function(architecture.norm_eps, norm_gain)
+        norm = final_norm(architecture, take, dtype, norm_gain)
+        self._norm = output_norm(architecture.norm_eps, norm_gain, norm)
 
     def __call__(
         self, hidden: torch.Tensor, inputs: PassInputs, cross: Sequence[CrossInputs]
@@ -143,7 +159,7 @@ class GlideLayers:
             if cross:
                 hidden = self._attentions[index](hidden, cross[index])
             hidden = layer(hidden, inputs, attention=False)
-        return self._normed(hidden) * self._norm
+        return self._norm(hidden)
 
 
 class GlideRunner(DecoderRunner):
@@ -177,9 +193,10 @@ class GlideRunner(DecoderRunner):
             raise SpecgenError(problem, "Take a head that was trained for the target, or -m lookup")
         self._read_layers = with_keys[-len(self.devices) :]
         head = weights.tensors.get(HEAD)
-        self._lm_head = (
-            None if head is None else self.make_linear(head.to(self.device, model.dtype))
-        )
+        self._lm_head: Linear | None = None
+        if head is not None:
+            own = part_weight(head.to(self.device), model.dtype, self.make_linear)
+            self._lm_head = self.make_linear(own)
         rounded = None if self._theirs.rotary_in_float32 else model.dtype
         self._rotations = {
             name: RotaryTable(each, self.device, rounded)
@@ -225,7 +242,13 @@ class GlideRunner(DecoderRunner):
         if cached == 0:
             return []
         mask, first, rows = None, forward_pass.first, forward_pass.last - forward_pass.first
-        if first < cached:  # the context's last token and those of the draft see all
+        seen: SeenSlots | None = None
+        if self.make_linear.kernels is not None:
+            ends = torch.arange(first, first + rows).clamp(1, cached)
+            ranges = torch.zeros(rows, 4, dtype=torch.int32)
+            ranges[:, 1] = ends
+            seen = SeenSlots(ranges, torch.zeros(1, dtype=torch.int32))
+        elif first < cached:  # the context's last token and those of the draft see all
             attention_mask = chain_mask(first - 1, rows, 0, cached, self.device)
             attention_mask.excluded[:, 0] = False
             group = 1 if rows >= WIDE else self._theirs.num_heads // self._theirs.num_kv_heads
@@ -240,7 +263,9 @@ class GlideRunner(DecoderRunner):
             if name is not None:
                 rotation = self._rotations[name].gather(at, is_long, forward_pass.last)[:, None]
             made.append(
-                CrossInputs(*self._target.cache.keys_and_values(layer, cached), rotation, mask)
+                CrossInputs(
+                    *self._target.cache.keys_and_values(layer, cached), rotation, mask, seen=seen
+                )
             )
         return made
 

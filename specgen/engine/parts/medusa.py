@@ -3,7 +3,7 @@ hidden state of the target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -13,10 +13,29 @@ from specgen.engine.block_runner import BlockRunner
 from specgen.engine.forward_pass import LayerCall, ModelOutput
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.native.linear import LinearFactory
+from specgen.engine.native.linear import LinearFactory, Multiply
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.parts.part import MedusaWeights, of_all_tokens
+from specgen.engine.parts.part import MedusaWeights, of_all_tokens, part_linears, part_weight
 from specgen.engine.penalties import PenaltyProcessor
+
+
+def _block(
+    blocks: Sequence[tuple[torch.Tensor, torch.Tensor]], model: Model, make_linear: LinearFactory
+) -> Multiply:
+    """Returns a function that computes W h + b of one block of each of K heads, for states h [K, 1,
+    width]. `blocks` are W and b of each head."""
+    matrices = [
+        part_weight(matrix.to(model.device), model.dtype, make_linear) for matrix, _ in blocks
+    ]
+    biases = [bias.to(model.device, model.dtype) for _, bias in blocks]
+    if make_linear.kernels is not None:
+        linears = [make_linear(*block) for block in zip(matrices, biases, strict=True)]
+        return lambda states: torch.stack(
+            [linear(state) for linear, state in zip(linears, states, strict=True)]
+        )
+    joined = torch.stack([matrix.t() for matrix in matrices])
+    joined_biases = torch.stack([bias[None] for bias in biases])
+    return lambda states: torch.baddbmm(joined_biases, states, joined)
 
 
 class MedusaRunner(BlockRunner):
@@ -40,18 +59,14 @@ class MedusaRunner(BlockRunner):
         self.rank_accuracies = weights.rank_accuracies
         self._model = model
         self._target = target
-        # Each entry has the weights [K, width, width] and biases [K, 1, width] of all heads' blocks
-        # with the same index.
-        self._blocks = []
-        for blocks in zip(*weights.blocks, strict=True):
-            matrices = torch.stack(
-                [matrix.to(model.device, model.dtype).t() for matrix, _ in blocks]
-            )
-            biases = torch.stack([bias.to(model.device, model.dtype)[None] for _, bias in blocks])
-            self._blocks.append((matrices, biases))
-        make_linear = LinearFactory(model.device, model.dtype)
+        make_linear = part_linears(model)
+        # each entry computes W h + b of all heads' blocks with the same index, [K, 1, width]
+        self._blocks = [
+            _block(blocks, model, make_linear) for blocks in zip(*weights.blocks, strict=True)
+        ]
         self._lm_heads = [
-            make_linear(head.to(model.device, model.dtype)) for head in weights.lm_heads or ()
+            make_linear(part_weight(head.to(model.device), model.dtype, make_linear))
+            for head in weights.lm_heads or ()
         ]
         self._vocabulary = (
             None if weights.vocabulary is None else weights.vocabulary.to(model.device)
@@ -64,8 +79,8 @@ class MedusaRunner(BlockRunner):
         """Returns the logits [K, vocabulary] of all heads for the target's hidden state [width]
         after the final norm."""
         states = hidden.to(self._model.dtype).expand(self.longest_draft, 1, -1)
-        for matrices, biases in self._blocks:
-            states = states + F.silu(torch.baddbmm(biases, states, matrices))
+        for block in self._blocks:
+            states = states + F.silu(block(states))
         if not self._lm_heads:
             return self._model.head_logits(states[:, 0])
         logits = torch.cat(

@@ -48,9 +48,9 @@ from specgen.engine.native.layer_files import (
     final_norm,
     layer_files,
 )
-from specgen.engine.native.linear import LinearFactory, MakeLinear
+from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.native_model import NativeModel
-from specgen.engine.native.norms import norm_function, norm_gain
+from specgen.engine.native.norms import norm_function, norm_gain, output_norm
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.head_files import (
     OTHER_HEAD,
@@ -62,7 +62,14 @@ from specgen.engine.parts.head_files import (
     unsupported,
 )
 from specgen.engine.parts.own_layers import known_architecture
-from specgen.engine.parts.part import AssistantWeights, FeatureRunner, MtpWeights, native_layers
+from specgen.engine.parts.part import (
+    AssistantWeights,
+    FeatureRunner,
+    MtpWeights,
+    native_layers,
+    part_linears,
+    part_weight,
+)
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Shape, WeightFiles, model_files, renamed
 
@@ -218,12 +225,13 @@ class MtpLayer:
         def norm(name: str) -> Tensor:
             return (take(name.format(index)).float() + architecture.norm_weight_offset) * norm_gain
 
-        norms = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM)))
-        self._join = make_linear((take(_JOIN.format(index)).float() * norms).to(dtype), None, 1.0)
+        self._pair_norm = torch.cat((norm(_TOKEN_NORM), norm(_STATE_NORM))).to(dtype)
+        join = part_weight(take(_JOIN.format(index)), dtype, make_linear)
+        self._join = make_linear(join, None, 1.0)
         (self._layer,) = native_layers(
             architecture, [0], take, dtype, make_linear, norm_gain, index
         )
-        self._norm = norm(_OUT_NORM).to(dtype)
+        self._norm = output_norm(architecture.norm_eps, norm_gain, norm(_OUT_NORM).to(dtype))
         self._normed = norm_function(architecture.norm_eps, norm_gain)
 
     def __call__(self, embeddings: Tensor, states: Tensor, inputs: PassInputs) -> Tensor:
@@ -233,7 +241,7 @@ class MtpLayer:
         states that they are joined with.
         """
         pairs = self._normed(torch.stack((embeddings, states), dim=1)).flatten(1)
-        return self._normed(self._layer(self._join(pairs), inputs)) * self._norm
+        return self._norm(self._layer(self._join(pairs * self._pair_norm), inputs))
 
 
 def read_assistant(
@@ -368,7 +376,7 @@ class AssistantRunner:
         self._groups = weights.groups
         devices = [self.device] * made.num_layers
         self._tables = InputMaker(made, model.dtype, devices).tables
-        make_linear = LinearFactory(self.device, model.dtype)
+        make_linear = part_linears(model)
         gain = norm_gain(made, model.dtype, self.device)
 
         def take(name: str) -> Tensor:
@@ -377,18 +385,24 @@ class AssistantRunner:
         self._layers = native_layers(
             made, layer_kinds(made, devices)[1], take, model.dtype, make_linear, gain
         )
-        self._norm = final_norm(made, take, model.dtype, gain)
-        self._normed = norm_function(made.norm_eps, gain)
-        self._join, self._post = (make_linear(take(name).to(model.dtype)) for name in (JOIN, POST))
-        self._table = take(EMBEDDING).to(model.dtype)
-        self._head = make_linear(self._table)
-        if self._groups:
-            self._centroids = make_linear(take(_CENTROIDS).to(model.dtype))
+
+        def linear(name: str) -> Linear:
+            return make_linear(part_weight(take(name), model.dtype, make_linear))
+
+        norm = final_norm(made, take, model.dtype, gain)
+        self._norm = output_norm(made.norm_eps, gain, norm)
+        self._join = linear(JOIN)
+        self._post = linear(POST)
+        if not self._groups:
+            self._head = linear(EMBEDDING)
+        else:  # of a few groups, the logits of single rows are computed
+            self._table = part_weight(take(EMBEDDING), model.dtype, make_linear)
+            self._centroids = linear(_CENTROIDS)
             self._order = take(_ORDER).view(len(weights.tensors[_CENTROIDS]), -1)
         # the last call's context, its length, and its draft
         self._known: tuple[Context, int, TreeNodes] | None = None
         # the logits and the states that were computed for these
-        self._rows = self._norm, self._norm
+        self._rows = norm, norm
 
     def room(self, context: Context) -> int:
         """Returns how many tokens can be drafted; 0 if the context has no token before its last
@@ -470,7 +484,7 @@ class AssistantRunner:
         inputs = self._pass._replace(rows=len(tokens), written=len(tokens))
         for layer in self._layers:
             hidden = layer(hidden, inputs)
-        hidden = self._normed(hidden) * self._norm
+        hidden = self._norm(hidden)
         return self._scores(hidden), self._post(hidden)
 
     def _scores(self, hidden: Tensor) -> Tensor:
@@ -480,7 +494,7 @@ class AssistantRunner:
             return self._head(hidden)
         best = self._centroids(hidden).topk(self._groups, dim=-1).indices
         ids = self._order[best].flatten(1)
-        scores = torch.einsum("ntw,nw->nt", self._table[ids], hidden)
+        scores = torch.einsum("ntw,nw->nt", self._table[ids].to(hidden.dtype), hidden)
         return scores.new_full((len(hidden), self.vocab_size), -torch.inf).scatter_(1, ids, scores)
 
     def reserve(self, capacity: int) -> None:

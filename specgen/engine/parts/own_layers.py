@@ -39,11 +39,11 @@ from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
 from specgen.engine.native.layer_stack import LayerStack
-from specgen.engine.native.linear import LinearFactory, MakeLinear
+from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.native_model import final_logits
-from specgen.engine.native.norms import norm_function, norm_gain
+from specgen.engine.native.norms import norm_gain, output_norm
 from specgen.engine.native.tensors import tensor_shapes
-from specgen.engine.parts.part import FeatureRunner, native_layers
+from specgen.engine.parts.part import FeatureRunner, native_layers, part_linears, part_weight
 from specgen.engine.penalties import PenaltyProcessor
 
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
@@ -128,20 +128,22 @@ class ExitLayers:
         gain = 1.0
         if make_linear is None:
             dtype, gain = model.dtype, norm_gain(architecture, model.dtype, model.device)
-            make_linear = LinearFactory(model.device, dtype)
+            make_linear = part_linears(model)
         devices = [model.device] * len(architecture.layers)
         self._inputs = InputMaker(architecture, model.dtype, devices)
-        self._normed = norm_function(architecture.norm_eps, gain)
 
         def take(name: str) -> Tensor:
             return tensors[name].to(model.device)
 
         _, kinds = layer_kinds(architecture, devices)
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
-            self._norm = final_norm(architecture, take, dtype, gain)
-            self._head = (
-                make_linear(take(EXIT_HEAD).to(dtype), None, 1.0) if EXIT_HEAD in tensors else None
-            )
+            norm = final_norm(architecture, take, dtype, gain)
+            self._norm = output_norm(architecture.norm_eps, gain, norm)
+            self._head: Linear | None = None
+            if EXIT_HEAD in tensors:
+                self._head = make_linear(
+                    part_weight(take(EXIT_HEAD), dtype, make_linear), None, 1.0
+                )
             layers = native_layers(
                 architecture, kinds[len(devices) - count :], take, dtype, make_linear, gain
             )
@@ -177,7 +179,7 @@ class ExitLayers:
 
         Returns the logits [..., vocabulary], and the head's input [..., width].
         """
-        states = self._normed(hidden) * self._norm
+        states = self._norm(hidden)
         if self._head is None:
             return self._model.head_logits(states), states
         return final_logits(self._architecture, self._head(states)), states

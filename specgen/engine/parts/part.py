@@ -288,14 +288,16 @@ class DecoderRunner(ModelRunner):
         self.target_model = model
         self.devices = [model.device] * len(self.architecture.layers)
         self.inputs = InputMaker(self.architecture, model.dtype, self.devices)
-        self.make_linear = LinearFactory(model.device, model.dtype)
+        self.make_linear = part_linears(model)
         self.gain = norm_gain(self.architecture, model.dtype, model.device)
         sizes = [(self.architecture.num_kv_heads, self.architecture.head_size)] * len(self.devices)
         cache = KVBuffer(self.devices, sizes, model.dtype)
         super().__init__(model, penalties, run, cache)
         self._cached = CachedPrefix(cache, self.architecture.rope_boundary)
         table = weights.tensors.get(EMBEDDING)
-        self._embedding = None if table is None else table.to(model.device, model.dtype)
+        self._embedding: torch.Tensor | None = None
+        if table is not None:
+            self._embedding = part_weight(table.to(model.device), model.dtype, self.make_linear)
         if table is not None:
             self.num_embeddings = min(self.num_embeddings, len(table))
 
@@ -303,11 +305,27 @@ class DecoderRunner(ModelRunner):
         """Returns the embeddings [n, width] of the n tokens of a pass, from the head's own table or
         the target's."""
         ids = upload(torch.tensor(forward_pass.ids), self.device)
-        return (
-            self.target_model.embeddings(ids)
-            if self._embedding is None
-            else self._embedding.index_select(0, ids)
-        )
+        if self._embedding is None:
+            return self.target_model.embeddings(ids)
+        return self._embedding.index_select(0, ids).to(self.target_model.dtype)
+
+
+def part_linears(model: Model) -> LinearFactory:
+    """Returns what makes the linear layers of a trained part of this target.
+
+    Where the target's weights are rounded, the part's are too, for our own kernels; with torch they
+    would be slower.
+    """
+    made = LinearFactory(model.device, model.dtype)
+    if made.kernels is None or model.rounding is None:
+        return made
+    return LinearFactory(model.device, model.dtype, quantise=model.rounding)
+
+
+def part_weight(weight: torch.Tensor, dtype: torch.dtype, make_linear: MakeLinear) -> torch.Tensor:
+    """Returns a weight of a part as it is kept: as it is stored if our own kernels run the part,
+    otherwise in `dtype`."""
+    return weight if make_linear.kernels is not None else weight.to(dtype)
 
 
 def native_layers(
@@ -323,11 +341,12 @@ def native_layers(
     """Returns one layer for each of `kinds` (indices in `PassInputs.kinds`).
 
     `take` returns their weights, under the names of the layers `first`, `first` + 1, ... `gain` is
-    that of `norms.norm_function`.
+    that of `norms.norm_function`. For our own kernels, matrices stay as they are stored.
     """
     made: list[NativeLayer] = []
     for index, kind in enumerate(kinds, first):
-        weights = read_layer(architecture, index, take, dtype, gain)
+        own = None if make_linear.kernels is not None else dtype
+        weights = read_layer(architecture, index, take, own, gain)
         made.append(make_layer(architecture, index, kind, weights, make_linear, gain=gain))
     return made
 

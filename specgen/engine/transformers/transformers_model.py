@@ -61,6 +61,7 @@ class TransformersModel:
     """
 
     exact = False
+    rounding: str | None = None
 
     def __init__(self, module: Any) -> None:
         self.module = module
