@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXIT_WEIGHTS = "exit.safetensors"
 HEAD_DESCRIPTION = "head.yaml"
+DRAFT_DESCRIPTION = "distilled.yaml"
 _STREAMS = {
     "/dev/stdout": 1,
     "/dev/fd/1": 1,

@@ -110,12 +110,13 @@ def _inspect_pair(models: ModelGroup, output: OutputOptions, *, measure: bool) -
     else:
         out = theme.console(no_color=output.no_color)
         view.show_found(out, drafters, published)
+        view.show_not_chosen(out, drafters)
         view.show(out, report, _next_command(models, report))
 
 
 def _drafters(models: ModelGroup, err: Console, *, quiet: bool) -> tuple[list[Found], str | None]:
-    """Returns what was found to draft for the target, if no drafter is named, and a hint at
-    published drafters if nothing was found."""
+    """Returns what was found to draft for the target, if no drafter is named, last what is not
+    chosen, and a hint at published drafters if nothing else was found."""
     if not models.finds or models.target is None:
         return [], None
     with Progress(err, quiet=quiet) as loading:
@@ -127,8 +128,9 @@ def _drafters(models: ModelGroup, err: Console, *, quiet: bool) -> tuple[list[Fo
         device = pick_device(models.device)
         devices = device, pick_draft_device(models.draft_device, models.device, device)
         target, *_ = model_sources(models.loaded())
-        drafters = search(find_model(target, loading.announce), devices, models).found
-        return drafters, None if drafters else hint(models.target)
+        made = search(find_model(target, loading.announce), devices, models)
+        published = None if made.found else hint(models.target)
+        return [*made.found, *made.not_chosen], published
 
 
 def _report(models: ModelGroup, err: Console, *, quiet: bool) -> PairReport:

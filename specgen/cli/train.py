@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from specgen.base.files import bundled_prompts, make_writable_folder
+from specgen.base.part_verdict import Learning, PartVerdict
 from specgen.base.text import print_json, print_result
 from specgen.cli.opening import disable_hub_progress
 from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
@@ -57,16 +58,19 @@ def train(
         make_writable_folder(tuning.out)
     disable_hub_progress(err, quiet=quiet)
 
-    from specgen.cli.training import agreement_before, load_objective, run
+    from specgen.cli.training import agreement_before, judge, load_objective, run
 
     with Progress(err, quiet=quiet) as progress:
         objective = load_objective(asked, prompts, progress)
         before = None if part is DRAFT else agreement_before(asked, objective.target)
         path, description = run(objective, progress)
+        verdict = judge(asked, objective, path, progress)
     if part is DRAFT:
-        fields, sentence = _draft_report(path, description["figures"])
+        fields, sentence = _draft_report(path, description["figures"], verdict)
     else:
         fields, sentence = _report(part, path, description, before, is_used=tuning.out is None)
+        sentence += _judged(verdict, description["figures"])
+    fields["verdict"] = None if verdict is None else verdict.as_dict()
     if as_json:
         print_json({"type": "train", **fields})
     else:
@@ -140,23 +144,34 @@ def _worse(before: tuple[float, Path], path: Path, *, is_used: bool) -> str:
     return f" Worse than the one used until now, {agreement:.0%} on its own held-out text: {back}."
 
 
-def _draft_report(path: Path, figures: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _judged(verdict: PartVerdict | None, figures: Mapping[str, Any]) -> str:
+    """Returns a sentence: how fast it was on held-out prompts, whether it is used, and if not, what
+    would help. `figures` are those of the training; empty without a verdict."""
+    if verdict is None:
+        return ""
+    learning = figures.get("learning")
+    help_ = "" if verdict.pays or learning is None else f"; {Learning(**learning)}"
+    return f" On held-out prompts: {verdict}{help_}."
+
+
+def _draft_report(
+    path: Path, figures: Mapping[str, Any], verdict: PartVerdict | None
+) -> tuple[dict[str, Any], str]:
     """Returns the fields for JSON output, and sentences for the user, about a distilled draft
-    model. They recommend it only if it predicts more of the target's greedy tokens than before."""
+    model. They recommend it only if it was faster than all else on held-out prompts."""
     before = figures["agreement_before"]
-    after = figures["agreement"]
     shares = [
         f"{share:.1%} of the {kind} tokens (before: {before[kind]:.1%})"
-        for kind, share in after.items()
+        for kind, share in figures["agreement"].items()
         if share is not None
     ]
     agreement = _NOTHING_HELD_OUT
     if shares:
         agreement = f" Greedy agreement on held-out text: {', '.join(shares)}."
-    advice = f"Use it: --draft {path}"
-    if shares and (after["greedy"] or 0) <= (before["greedy"] or 0):
-        advice = (
-            "Agreement on greedy tokens did not rise: keep the draft you have. The "
-            f"new one is in {path}"
-        )
-    return {"draft": str(path), "figures": figures}, f"Distilled a draft model.{agreement} {advice}"
+    if verdict is None:
+        advice = f" Whether it pays was not measured: specgen tune --draft {path}"
+    elif verdict.pays:
+        advice = f"{_judged(verdict, figures)} Use it: --draft {path}"
+    else:
+        advice = f"{_judged(verdict, figures)} It is kept in {path}"
+    return {"draft": str(path), "figures": figures}, f"Distilled a draft model.{agreement}{advice}"

@@ -9,18 +9,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import make_writable_folder, pair_folder, part_folder
+from specgen.base.files import (
+    DRAFT_DESCRIPTION,
+    HEAD_DESCRIPTION,
+    make_writable_folder,
+    pair_folder,
+    part_folder,
+)
 from specgen.base.interrupts import ReportedInterrupt, interrupts
-from specgen.cli.trainable import DEFAULT_MINUTES, DRAFT, EXIT, PREDICTOR, Asked, first_share
+from specgen.base.part_verdict import PartVerdict
+from specgen.cli.trainable import (
+    DEFAULT_MINUTES,
+    DRAFT,
+    EXIT,
+    PREDICTOR,
+    Asked,
+    Trainable,
+    first_share,
+)
 from specgen.compare.prompts import ListedPrompt
+from specgen.engine.parts.trained_part import EXIT_DESCRIPTION
 from specgen.engine.weights import weights_fingerprint
+from specgen.methods.base import DRAFT_MODEL
 from specgen.models.parts import PartStore
-from specgen.pair.loading import load_pair
+from specgen.pair.finding import Found
+from specgen.pair.loading import load_pair, with_found
 from specgen.pair.prompts import messages
 from specgen.train import loop
-from specgen.train.corpus import Corpus, chat_prompts, demo_corpus, read_corpus
+from specgen.train.corpus import Corpus, Use, chat_prompts, demo_corpus, read_corpus
 from specgen.train.loop import Objective
 from specgen.train.task import Recipe, TrainingStopped, TrainingTask
+from specgen.tune.outcome import Deadline
+from specgen.tune.part_trial import NEW_TOKENS, contenders, verdict
 from specgen.view.progress import Progress, TrainingLine
 
 if TYPE_CHECKING:
@@ -29,6 +49,9 @@ if TYPE_CHECKING:
 
 _DEMO_CORPUS = Path("demo")  # a file of that name is given as ./demo
 _DEMO_TOKENS = 600_000
+_VERDICT_SHARE = 0.08  # of a budget in minutes, for measuring what was trained
+_VERDICT_SECONDS = 20.0  # the most; also with a budget in steps
+_BEGINNING = 32  # tokens of a held-out document, as a prompt
 
 
 def run(objective: Objective, progress: Progress) -> tuple[Path, Mapping[str, Any]]:
@@ -107,6 +130,7 @@ def training_task(
 
     share = part.self_text if training.self_text is None else training.self_text
     seconds = 60 * (training.minutes or DEFAULT_MINUTES)
+    seconds -= verdict_seconds(seconds)
     # a predictor needs no time limit, but the user may set one
     is_timed = training.minutes is not None or part is not PREDICTOR
     recipe = Recipe(
@@ -161,6 +185,66 @@ def _corpus(asked: Asked, target: LoadedModel) -> Corpus | None:
     if named is not None:
         return read_corpus(named, target.tokenizer.encode)
     return None
+
+
+def verdict_seconds(budget: float | None) -> float:
+    """Returns how many seconds of a budget (None: it is in steps) the verdict may take."""
+    return _VERDICT_SECONDS if budget is None else min(_VERDICT_SECONDS, _VERDICT_SHARE * budget)
+
+
+def judge(asked: Asked, objective: Objective, path: Path, progress: Progress) -> PartVerdict | None:
+    """Measures what was trained and saved at `path` on prompts that were held out, and records the
+    verdict in its description.
+
+    None if no prompts were held out, or if it cannot run. Frees the weights of the objective's
+    target. Raises RunError if the description cannot be written.
+    """
+    task = objective.task
+    limit = objective.target.context_limit - NEW_TOKENS - 1
+    prompts = [ids for ids in held_out_prompts(task) if len(ids) < limit]
+    if not prompts:
+        return None
+    objective.target.model.free_weights()
+    part = asked.part
+    options = asked.models.loaded()
+    if part in (EXIT, PREDICTOR):
+        options = replace(options, exit_layer=path)
+    elif part is not DRAFT:
+        options = replace(options, head=path)
+    try:
+        pair = load_pair(options, progress.announce)
+        before = None
+        if part is DRAFT:
+            before = pair
+            trained = Found(DRAFT_MODEL, str(path), path, 0.0, 0.0, "trained now")
+            pair = with_found(pair, trained, options)
+        named = contenders(pair, part.method, before)
+        deadline = Deadline.after(verdict_seconds(task.recipe.seconds))
+        made = verdict(named, part.method, prompts, deadline, progress.announce)
+    except SpecgenError:  # what was trained is there all the same
+        return None
+    if made is not None:
+        made.record(_description_of(part, path))
+    return made
+
+
+def held_out_prompts(task: TrainingTask) -> list[list[int]]:
+    """Returns the prompts (token ids) that were held out of training: the user's or the bundled
+    ones, or the beginnings of documents. None if too few are there to hold some out."""
+    source = task.prompts or task.corpus
+    if source is None or not source.is_split:
+        return []
+    documents = source.different((Use.HELD_OUT,))
+    if task.prompts is not None:
+        return [list(ids) for ids in documents]
+    return [list(ids[:_BEGINNING]) for ids in documents]
+
+
+def _description_of(part: Trainable, path: Path) -> Path:
+    """Returns the file that describes what was trained and saved at `path`."""
+    if part in (EXIT, PREDICTOR):
+        return path.parent / EXIT_DESCRIPTION
+    return path / (DRAFT_DESCRIPTION if part is DRAFT else HEAD_DESCRIPTION)
 
 
 def agreement_before(asked: Asked, target: LoadedModel) -> tuple[float, Path] | None:

@@ -12,6 +12,7 @@ from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.files import kept_part
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, MTP
+from specgen.base.part_verdict import PartVerdict
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts.trained_part import TrainedPart, open_part, own_layers, part_digest
@@ -84,6 +85,16 @@ class PartStore:
         None if it can be used, or if none was found."""
         error = self._default(kind)
         return error if isinstance(error, SpecgenError) else None
+
+    def not_chosen(self, kind: str) -> str | None:
+        """Returns why the part of this kind that was found for the target is not chosen where the
+        user names no method: its training measured that others are faster. None if it may be, or if
+        the user named it."""
+        part = self.find(kind)
+        if part is None or part.description is None or kind in self.named:
+            return None
+        verdict = PartVerdict.read(part.description.figures)
+        return None if verdict is None else verdict.refusal(self._target.device.type)
 
     def load(self, kind: str, name: str = DEFAULT_PART) -> TrainedPart | None:
         """Returns the trained part of this kind that `name` names, with its weights read and

@@ -23,8 +23,11 @@ from typing import Any
 import torch
 
 from specgen.base.errors import SpecgenError
+from specgen.base.files import DRAFT_DESCRIPTION
 from specgen.base.model_options import ModelOptions
-from specgen.base.part_kinds import HEADS, MTP, ONE_PASS
+from specgen.base.part_kinds import EXIT, HEADS, MTP, ONE_PASS
+from specgen.base.part_verdict import PartVerdict
+from specgen.base.schema import parse_yaml, read_text
 from specgen.decoding.costs import SpeedupModel
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.gguf.naming import gguf_models
@@ -75,6 +78,8 @@ class Found:
     pass's, by the bytes of weights. `why` says where the two come from. `is_assumed`: the
     acceptance was not measured. `refusal` says why it cannot be used after all; None: it can, as
     far as is known. `may_pass`: the refusal is for something such as too little memory.
+    `not_chosen` says why it is used only where the user names it: it was trained here, and
+    something else was faster; None: it may be chosen.
     """
 
     kind: str
@@ -86,6 +91,7 @@ class Found:
     is_assumed: bool = True
     refusal: str | None = None
     may_pass: bool = False
+    not_chosen: str | None = None
 
     @property
     def speedup(self) -> float:
@@ -102,7 +108,8 @@ class Found:
             "expected_speedup": round(self.speedup, 2),
             "why": self.why,
         }
-        return own | {"acceptance": round(self.acceptance, 3), "is_assumed": self.is_assumed}
+        own |= {"acceptance": round(self.acceptance, 3), "is_assumed": self.is_assumed}
+        return own | ({} if self.not_chosen is None else {"not_chosen": self.not_chosen})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,15 @@ class Search:
     def found(self) -> list[Found]:
         """What can draft for the target: parts that belong to it first, then by expected
         speedup."""
+        return [drafter for drafter in self._usable if drafter.not_chosen is None]
+
+    @property
+    def not_chosen(self) -> list[Found]:
+        """What can draft, but is used only where the user names it."""
+        return [drafter for drafter in self._usable if drafter.not_chosen is not None]
+
+    @property
+    def _usable(self) -> list[Found]:
         return [*self.own, *(drafter for drafter in self.judged if drafter.refusal is None)]
 
     @property
@@ -167,25 +183,17 @@ def search(
     (None: the default ones).
     """
     store = PartStore(unloaded(target))
-    own = []
     size = _size(target.folder)
-    for kind in HEADS:
-        if (part := store.find(kind)) is not None:
-            own.append(
-                _of_part(
-                    part,
-                    target,
-                    size,
-                    "in the model's own files" if kind == MTP else "trained here for this model",
-                )
-            )
+    device = devices[0].type if devices else "cpu"
+    own = _own_parts(store, target, size, device)
 
     folders = dict(_places(target))
     state = search_state([target.folder.resolve(), *folders.values()])
     conditions = _conditions(target.source, devices, options or ModelOptions())
     kept = read_search(target.folder, conditions, state)
     if kept is not None:
-        return Search(target.folder, conditions, folders, state, own, _restored(kept, folders))
+        restored = [_with_verdict(drafter, device) for drafter in _restored(kept, folders)]
+        return Search(target.folder, conditions, folders, state, own, restored)
 
     tokens = len(target.tokenizer.vocabulary()) if folders else 0
     judged = [_judged(name, folder, target, (size, tokens)) for name, folder in folders.items()]
@@ -195,10 +203,45 @@ def search(
         folders,
         state,
         own,
-        _ordered([drafter for drafter in judged if drafter is not None]),
+        _ordered([_with_verdict(drafter, device) for drafter in judged if drafter is not None]),
     )
     made.keep()
     return made
+
+
+def _own_parts(store: PartStore, target: ModelFiles, size: int, device: str) -> list[Found]:
+    """Returns the parts that belong to the target. An exit layer, which no method uses by default,
+    is only among them if it is not chosen. `size` are the bytes of the target's weights, `device`
+    is the type of its device."""
+    own = []
+    for kind in (*HEADS, EXIT):
+        part = store.find(kind)
+        if part is None:
+            continue
+        why = "in the model's own files" if kind == MTP else "trained here for this model"
+        found = _of_part(part, target, size, why)
+        if part.description is not None:
+            found = replace(found, not_chosen=_refused(part.description.figures, device))
+        if kind != EXIT or found.not_chosen is not None:
+            own.append(found)
+    return own
+
+
+def _with_verdict(drafter: Found, device: str) -> Found:
+    """Returns a draft model with the verdict of its training, if it was trained here."""
+    description = drafter.folder / DRAFT_DESCRIPTION
+    if drafter.kind != DRAFT_MODEL or not description.is_file():
+        return drafter
+    figures: Any = {}
+    with suppress(SpecgenError, AttributeError):
+        text = read_text(description, "description")
+        figures = parse_yaml(text, str(description), "").get("figures")  # type: ignore[attr-defined]
+    return replace(drafter, not_chosen=_refused(figures, device))
+
+
+def _refused(figures: Mapping[str, Any], device: str) -> str | None:
+    verdict = PartVerdict.read(figures)
+    return None if verdict is None else verdict.refusal(device)
 
 
 def _conditions(

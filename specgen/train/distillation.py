@@ -44,7 +44,7 @@ import yaml
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
-from specgen.base.files import write_whole
+from specgen.base.files import DRAFT_DESCRIPTION, write_whole
 from specgen.engine.devices import DTYPES, inference
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel
@@ -70,7 +70,6 @@ from specgen.train.loop import (
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, predicted
 
-DESCRIPTION = "distilled.yaml"
 _ABOUT = "# A draft model distilled from a target: give this folder to specgen generate --draft.\n"
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
@@ -306,7 +305,7 @@ class DraftObjective(Objective):
             "made_with": self.task.made_with(),
         }
         write_whole(
-            out / DESCRIPTION,
+            out / DRAFT_DESCRIPTION,
             _ABOUT + yaml.safe_dump(description, sort_keys=False, allow_unicode=True),
         )
         return out, description

@@ -200,6 +200,11 @@ class Tuner:
         method = METHODS[name]
         if name not in (*SIMPLE, *SEARCHED) and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
+        part = method.needs if method.needs_exit_layer else method.head
+        if part and name not in (self.request.names or ()):
+            reason = self.pair.parts.not_chosen(part)
+            if reason is not None:
+                return f"{reason} (--methods {name} measures it again)"
         draft = method.draft_of(self.pair.models)
         # also where the method could draft by prompt lookup instead
         if method.uses_draft_model and draft is None:

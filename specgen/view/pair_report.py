@@ -58,6 +58,7 @@ def show_found(console: Console, found: Sequence[Found], published: str | None) 
     """Prints what was found to draft for a target, best first, with the expected speedups;
     `published` is a hint, or None."""
     lines = []
+    found = [drafter for drafter in found if drafter.not_chosen is None]
     if found:
         rows = [["expected", "drafter", "why"]]
         for drafter in found:
@@ -77,6 +78,14 @@ def show_found(console: Console, found: Sequence[Found], published: str | None) 
         lines.append(Text())
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def show_not_chosen(console: Console, found: Sequence[Found]) -> None:
+    """Prints what was found and is used only where the user names it."""
+    for drafter in found:
+        if drafter.not_chosen is not None:
+            text = f"kept: {drafter.kind} {drafter.name}: {drafter.not_chosen}"
+            console.print(Text(text, "quiet"), soft_wrap=True)
 
 
 def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Text]:

@@ -1,0 +1,91 @@
+"""Measures a trained drafter on prompts that it was not trained on, beside plain decoding and the
+methods that need no training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import NamedTuple
+
+from specgen.base.errors import SpecgenError
+from specgen.base.part_verdict import PLAIN, PartVerdict
+from specgen.base.types import Round, SamplingParams
+from specgen.pair.pair import Pair
+from specgen.tune.outcome import Deadline
+
+NEW_TOKENS = 48  # of each run
+UNTRAINED = ("suffix", "lookup")  # methods that need no drafter at all
+_WARM_UP_TOKENS = 8
+_FEWEST = 2  # prompts that are run even if the time is short
+
+
+class Contender(NamedTuple):
+    """A method, and the pair of models with which it decodes."""
+
+    pair: Pair
+    method: str
+
+
+def contenders(pair: Pair, method: str, before: Pair | None = None) -> dict[str, Contender]:
+    """Returns what a drafter that was trained for `method` is measured against, by name: itself,
+    plain decoding and the methods that need no training.
+
+    Another draft model is among them: that of the `pair`, or where it is what was trained, that of
+    the pair `before` the training.
+    """
+    named = {PLAIN: Contender(pair, PLAIN), method: Contender(pair, method)}
+    named |= {name: Contender(pair, name) for name in UNTRAINED}
+    if before is not None:
+        named["sd before"] = Contender(before, "sd")
+    elif method != "sd" and pair.draft is not None and pair.draft.refusal is None:
+        named["sd"] = Contender(pair, "sd")
+    return named
+
+
+def verdict(
+    named: Mapping[str, Contender],
+    method: str,
+    prompts: Sequence[Sequence[int]],
+    deadline: Deadline,
+    announce: Callable[[str], None],
+) -> PartVerdict | None:
+    """Runs all contenders on the prompts (token ids) in turn, until the deadline, and returns what
+    follows for the drafter that was trained for `method`.
+
+    None if that or plain decoding could not run. Others that cannot run are left out.
+    """
+    tokens = dict.fromkeys(named, 0)
+    seconds = dict.fromkeys(named, 0.0)
+    failed = set[str]()
+    for name, contender in named.items():
+        announce(f"measuring {name}")
+        with suppress(SpecgenError):
+            _ = list(islice(_rounds(contender, prompts[0]), _WARM_UP_TOKENS))
+            continue
+        failed.add(name)
+    if {PLAIN, method} & failed:
+        return None
+
+    count = 0
+    for count, prompt in enumerate(prompts, start=1):
+        for name in [name for name in named if name not in failed]:
+            announce(f"measuring {name}, prompt {count}")
+            _, *rounds = _rounds(named[name], prompt)  # the first one is the prompt's
+            tokens[name] += sum(len(round_.token_ids) for round_ in rounds)
+            seconds[name] += sum(sum(round_.seconds.values()) for round_ in rounds)
+        if count >= _FEWEST and deadline.left <= 0:
+            break
+    speeds = {name: tokens[name] / seconds[name] for name in named if seconds[name]}
+    if not {PLAIN, method} <= speeds.keys():
+        return None
+    device = named[method].pair.target.device.type
+    return PartVerdict.of(speeds, method, device, prompts=count, tokens=tokens[method])
+
+
+def _rounds(contender: Contender, prompt: Sequence[int]) -> Iterator[Round]:
+    """Decodes from an empty cache, without what earlier runs have learned."""
+    pair = contender.pair
+    pair.forget()
+    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    return pair.rounds(prompt, contender.method, sampling)
