@@ -295,6 +295,25 @@ def test_a_tokens_attention_is_the_same_in_a_chain_and_in_a_tree(kernels: Kernel
         assert torch.equal(kernels.attention(rows, keys, new_values, seen)[-1:], chain)
 
 
+@pytest.mark.parametrize(("size", "group"), [(64, 3), (80, 5), (20, 1)])
+def test_attention_of_many_rows_and_slots(kernels: Kernels, size: int, group: int) -> None:
+    """More rows and slots than are computed at once, and a tree's row among them."""
+    keys, new_values = random(2, 2, 160, size, seed=1)
+    queries = random(19, 2 * group, size)
+    seen = [list(range(2, 120 + row)) for row in range(19)]
+    seen[7] = [*range(2, 66), *range(70, 140, 3)]
+    expected = reference_attention(queries, keys, new_values, seen, 0.3, None, None)
+    alone = [
+        kernels.attention(queries[row][None], keys, new_values, slots_of([own]), 0.3)
+        for row, own in enumerate(seen)
+    ]
+    assert is_close(torch.cat(alone), expected)
+    for threads in (1, 2):
+        kernels.use_threads(threads)
+        found = kernels.attention(queries, keys, new_values, slots_of(seen), 0.3)
+        assert torch.equal(found, torch.cat(alone))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("inner", [1, 40, 95])
 def test_gated_activations(kernels: Kernels, activation: str, inner: int) -> None:
@@ -364,6 +383,15 @@ def test_clamped_activations(kernels: Kernels, inner: int) -> None:
     gate = gate.clamp(max=5.0)
     expected = (up.clamp(-5.0, 5.0) + 1) * gate * (1.7 * gate).sigmoid()
     assert is_close(kernels.clamped_gated(x, 5.0, 1.7), expected)
+
+
+def test_gelu_is_as_exact_as_its_type(kernels: Kernels) -> None:
+    gates = torch.linspace(-20.0, 20.0, 40001)
+    for limit in (0.01, 1.0, 3.0, 20.0):
+        gate = gates[gates.abs() <= limit]
+        x = torch.cat((gate, torch.ones_like(gate)))[None]
+        expected = functional.gelu(gate.double())[None]
+        assert is_close(kernels.gated(x, "gelu"), expected, 2e-7)
 
 
 def test_quality_of_rounding() -> None:

@@ -67,6 +67,12 @@ INLINE float v_sum(vec a)
     return _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)));
 }
 INLINE float v_largest(vec a) { return _mm512_reduce_max_ps(a); }
+/* The elements of `then` where those of `a` are above 0, of `otherwise` elsewhere. */
+INLINE vec v_above_0(vec a, vec then, vec otherwise)
+{
+    __mmask16 above = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ);
+    return _mm512_mask_blend_ps(above, otherwise, then);
+}
 INLINE void i_store_bytes(int8_t *p, ivec a) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(a)); }
 #else
 #define LANES 8
@@ -113,6 +119,11 @@ INLINE float v_largest(vec a)
     quarter = _mm_max_ps(quarter, _mm_movehl_ps(quarter, quarter));
     return _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)));
 }
+INLINE vec v_above_0(vec a, vec then, vec otherwise)
+{
+    __m256 above = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ);
+    return _mm256_blendv_ps(otherwise, then, above);
+}
 INLINE void i_store_bytes(int8_t *p, ivec a)
 {
     __m128i low = _mm256_castsi256_si128(a), high = _mm256_extracti128_si256(a, 1);
@@ -120,6 +131,31 @@ INLINE void i_store_bytes(int8_t *p, ivec a)
     _mm_storel_epi64((void *)p, _mm_packs_epi16(shorts, shorts));
 }
 #endif
+
+/* What v_sum gives for each of LANES vectors, by the same additions. */
+#ifdef __AVX512F__
+INLINE vec quarters(vec a, vec b, vec c, vec d)
+{
+    vec ab = v_add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    vec cd = v_add(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+    return v_add(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+}
+#define QUARTERS(p, i) quarters((p)[i], (p)[4 + i], (p)[8 + i], (p)[12 + i])
+#define SHUFFLE _mm512_shuffle_ps
+#else
+#define QUARTERS(p, i)                                                                         \
+    v_add(_mm256_permute2f128_ps((p)[i], (p)[4 + i], 0x20),                                    \
+          _mm256_permute2f128_ps((p)[i], (p)[4 + i], 0x31))
+#define SHUFFLE _mm256_shuffle_ps
+#endif
+INLINE vec v_sums(const vec p[LANES])
+{
+    vec first = QUARTERS(p, 0), second = QUARTERS(p, 1);
+    vec third = QUARTERS(p, 2), fourth = QUARTERS(p, 3);
+    vec left = v_add(SHUFFLE(first, second, 0x44), SHUFFLE(first, second, 0xEE));
+    vec right = v_add(SHUFFLE(third, fourth, 0x44), SHUFFLE(third, fourth, 0xEE));
+    return v_add(SHUFFLE(left, right, 0x88), SHUFFLE(left, right, 0xDD));
+}
 
 /* e^a with a relative error of about 2e-7; 0 below -87.3 */
 INLINE vec v_exp(vec a)
@@ -916,8 +952,32 @@ typedef struct {
     const float *sinks;
     float *output;
     long output_stride;
+    long rows_of_chunk;
     atomic_int failed; /* memory was missing in a thread */
 } attention_call;
+
+/* The query heads from `head` on of a row; they share the keys and values of one head. */
+typedef struct {
+    const float *queries;
+    const float *keys;
+    const float *values;
+    const seen_slots *seen;
+    long count; /* of slots */
+    float *output;
+} attended;
+
+INLINE attended attended_by(const attention_call *call, long row, long kv_head, long head)
+{
+    const seen_slots *seen = &call->seen[row];
+    return (attended){
+        .queries = call->queries + row * call->query_stride + head * call->size,
+        .keys = call->keys + kv_head * call->head_stride,
+        .values = call->values + kv_head * call->head_stride,
+        .seen = seen,
+        .count = seen->last - seen->first + seen->end - seen->begin,
+        .output = call->output + row * call->output_stride + head * call->size,
+    };
+}
 
 INLINE long slot_of(const seen_slots *seen, const int32_t *others, long index)
 {
@@ -925,60 +985,92 @@ INLINE long slot_of(const seen_slots *seen, const int32_t *others, long index)
     return index < plain ? seen->first + index : others[seen->begin + index - plain];
 }
 
-/* The attention of G query heads of one row, which share keys and values. */
-#define ATTEND(G)                                                                              \
-    static int attend_##G(const attention_call *call, long row, long kv_head, long head)       \
+INLINE vec v_load_or_zero(const float *p, long count)
+{
+    return count > 0 ? v_load_part(p, count) : v_zero();
+}
+
+/* Keys whose products with G queries are summed up together: as many as the registers hold. */
+#define KEYS(G) (LANES == 16 || (G) < 3 ? 4 : 2)
+
+/* Adds to the sums of KEYS(G) keys and G heads the products of key and query. */
+#define ADD_PRODUCTS(G, KEY, QUERY)                                                            \
+    for (long i = 0; i < size; i += LANES) {                                                   \
+        vec query[G];                                                                          \
+        UNROLL for (int g = 0; g < G; g++) query[g] = QUERY;                                   \
+        UNROLL for (int k = 0; k < KEYS(G); k++) {                                             \
+            vec part = KEY;                                                                    \
+            UNROLL for (int g = 0; g < G; g++) sums[k][g] = v_fma(part, query[g], sums[k][g]); \
+        }                                                                                      \
+    }
+
+/* Scores of G heads, [head][padded], for the slots with the indices `first` to `last` - 1; `first`
+ * is a multiple of LANES. Up to LANES scores after them are overwritten. */
+#define SCORES(G)                                                                              \
+    static void scores_##G(const attention_call *call, const attended *own, long first,        \
+                           long last, float *scores, long padded)                              \
     {                                                                                          \
-        const seen_slots *seen = &call->seen[row];                                             \
         const long size = call->size;                                                          \
-        const long count = seen->last - seen->first + seen->end - seen->begin;                 \
-        const long padded = (count + LANES - 1) / LANES * LANES;                               \
-        const float *keys = call->keys + kv_head * call->head_stride;                          \
-        const float *values = call->values + kv_head * call->head_stride;                      \
-        const float *queries = call->queries + row * call->query_stride + head * size;         \
-        float *output = call->output + row * call->output_stride + head * size;                \
-        float *scores = scratch(1, (size_t)(G * padded) * sizeof(float));                      \
-        if (scores == NULL) return -1;                                                         \
-        for (long j = 0; j < count; j++) {                                                     \
-            const float *key = keys + slot_of(seen, call->others, j) * size;                   \
-            vec sums[G];                                                                       \
-            UNROLL for (int g = 0; g < G; g++) sums[g] = v_zero();                             \
-            for (long i = 0; i < size; i += LANES) {                                           \
-                vec part = v_load_part(key + i, size - i);                                     \
-                UNROLL for (int g = 0; g < G; g++)                                             \
-                    sums[g] = v_fma(part, v_load_part(queries + g * size + i, size - i), sums[g]); \
+        for (long j = first; j < last; j += LANES) {                                           \
+            vec parts[G][LANES];                                                               \
+            for (long t = 0; t < LANES; t += KEYS(G)) {                                        \
+                const float *keys[KEYS(G)];                                                    \
+                vec sums[KEYS(G)][G];                                                          \
+                UNROLL for (int k = 0; k < KEYS(G); k++) {                                     \
+                    long index = j + t + k < last ? j + t + k : last - 1;                      \
+                    keys[k] = own->keys + slot_of(own->seen, call->others, index) * size;      \
+                    UNROLL for (int g = 0; g < G; g++) sums[k][g] = v_zero();                  \
+                }                                                                              \
+                if (size % LANES == 0)                                                         \
+                    ADD_PRODUCTS(G, v_load(keys[k] + i), v_load(own->queries + g * size + i))  \
+                else                                                                           \
+                    ADD_PRODUCTS(G, v_load_part(keys[k] + i, size - i),                        \
+                                 v_load_part(own->queries + g * size + i, size - i))           \
+                UNROLL for (int k = 0; k < KEYS(G); k++)                                       \
+                    UNROLL for (int g = 0; g < G; g++) parts[g][t + k] = sums[k][g];           \
             }                                                                                  \
-            UNROLL for (int g = 0; g < G; g++) scores[g * padded + j] = v_sum(sums[g]) * call->scale; \
+            UNROLL for (int g = 0; g < G; g++)                                                 \
+                v_store(scores + g * padded + j, v_mul(v_sums(parts[g]), v_all(call->scale))); \
         }                                                                                      \
-        float factors[G];                                                                      \
-        for (int g = 0; g < G; g++) {                                                          \
-            float *own = scores + g * padded;                                                  \
-            float sink = call->sinks ? call->sinks[head + g] : -INFINITY;                      \
-            factors[g] = softmax_row(own, count, call->cap, sink);                             \
+    }
+
+/* Adds to the sums of G heads COUNT elements of each slot's value, times the slot's score. */
+#define ADD_VALUES(G, COUNT, LOAD)                                                             \
+    for (long j = first; j < last; j++) {                                                      \
+        const float *value = own->values + slot_of(own->seen, call->others, j) * size + i;     \
+        UNROLL for (int p = 0; p < 4; p++) {                                                   \
+            if (p * LANES >= (COUNT)) continue;                                                \
+            vec part = LOAD;                                                                   \
+            UNROLL for (int g = 0; g < G; g++)                                                 \
+                sums[g][p] = v_fma(part, v_all(scores[g * padded + j]), sums[g][p]);           \
         }                                                                                      \
+    }
+
+/* Adds to the outputs of G heads the values of the slots with the indices `first` to `last` - 1,
+ * each times its score. The outputs begin at 0 if `first` is 0. */
+#define VALUES(G)                                                                              \
+    static void values_##G(const attention_call *call, const attended *own, long first,        \
+                           long last, const float *scores, long padded)                        \
+    {                                                                                          \
+        const long size = call->size;                                                          \
         for (long i = 0; i < size; i += 4 * LANES) {                                           \
+            float *output = own->output + i;                                                   \
             vec sums[G][4];                                                                    \
             UNROLL for (int g = 0; g < G; g++)                                                 \
-                UNROLL for (int p = 0; p < 4; p++) sums[g][p] = v_zero();                      \
-            for (long j = 0; j < count; j++) {                                                 \
-                const float *value = values + slot_of(seen, call->others, j) * size + i;       \
-                UNROLL for (int p = 0; p < 4; p++) {                                           \
-                    long left = size - i - p * LANES;                                          \
-                    if (left <= 0) continue;                                                   \
-                    vec part = v_load_part(value + p * LANES, left);                           \
-                    UNROLL for (int g = 0; g < G; g++)                                         \
-                        sums[g][p] = v_fma(part, v_all(scores[g * padded + j]), sums[g][p]);   \
-                }                                                                              \
-            }                                                                                  \
+                UNROLL for (int p = 0; p < 4; p++)                                             \
+                    sums[g][p] = first == 0 ? v_zero()                                         \
+                                            : v_load_or_zero(output + g * size + p * LANES,    \
+                                                             size - i - p * LANES);            \
+            if (size - i >= 4 * LANES)                                                         \
+                ADD_VALUES(G, 4 * LANES, v_load(value + p * LANES))                            \
+            else                                                                               \
+                ADD_VALUES(G, size - i, v_load_part(value + p * LANES, size - i - p * LANES))  \
             UNROLL for (int g = 0; g < G; g++)                                                 \
-                UNROLL for (int p = 0; p < 4; p++) {                                           \
-                    long left = size - i - p * LANES;                                          \
-                    if (left <= 0) continue;                                                   \
-                    v_store_part(output + g * size + i + p * LANES,                            \
-                                 v_mul(sums[g][p], v_all(factors[g])), left);                  \
-                }                                                                              \
+                UNROLL for (int p = 0; p < 4; p++)                                             \
+                    if (size - i > p * LANES)                                                  \
+                        v_store_part(output + g * size + p * LANES, sums[g][p],                \
+                                     size - i - p * LANES);                                    \
         }                                                                                      \
-        return 0;                                                                              \
     }
 
 /* Turns scores, which are capped first, into e^(score - largest); returns 1 / their sum, to which
@@ -1009,22 +1101,78 @@ static float softmax_row(float *scores, long count, float cap, float sink)
     return sum > 0 ? 1.0f / sum : 0.0f;
 }
 
-ATTEND(1)
-ATTEND(2)
-ATTEND(3)
-ATTEND(4)
+#define MOST_HEADS 4 /* that are computed together */
+
+SCORES(1) SCORES(2) SCORES(3) SCORES(4)
+VALUES(1) VALUES(2) VALUES(3) VALUES(4)
+
+static void (*const SCORES_OF[MOST_HEADS])(const attention_call *, const attended *, long, long,
+                                           float *, long)
+    = { scores_1, scores_2, scores_3, scores_4 };
+static void (*const VALUES_OF[MOST_HEADS])(const attention_call *, const attended *, long, long,
+                                           const float *, long)
+    = { values_1, values_2, values_3, values_4 };
+
+/* Rows of a chunk, and the slots whose keys or values stay in the first cache while the rows go
+ * by. */
+#define ATTENDED_ROWS 8
+#define ATTENDED_SLOTS 64
+
+/* The attention of rows [`row`, `last_row`) and of `heads` query heads from `head` on. Each row
+ * takes its slots in order, as it would alone. */
+static int attend(const attention_call *call, long row, long last_row, long kv_head, long head,
+                  long heads)
+{
+    const long rows = last_row - row;
+    attended own[ATTENDED_ROWS];
+    long longest = 0;
+    for (long r = 0; r < rows; r++) {
+        own[r] = attended_by(call, row + r, kv_head, head);
+        if (own[r].count > longest) longest = own[r].count;
+    }
+    const long padded = (longest + LANES - 1) / LANES * LANES;
+    float *scores = scratch(1, (size_t)(rows * heads * padded) * sizeof(float));
+    if (scores == NULL) return -1;
+    for (long first = 0; first < longest; first += ATTENDED_SLOTS)
+        for (long r = 0; r < rows; r++) {
+            long end = first + ATTENDED_SLOTS;
+            long last = own[r].count < end ? own[r].count : end;
+            SCORES_OF[heads - 1](call, &own[r], first, last, scores + r * heads * padded, padded);
+        }
+    float factors[ATTENDED_ROWS * MOST_HEADS];
+    for (long i = 0; i < rows * heads; i++) {
+        float sink = call->sinks ? call->sinks[head + i % heads] : -INFINITY;
+        factors[i] = softmax_row(scores + i * padded, own[i / heads].count, call->cap, sink);
+    }
+    for (long first = 0; first < longest; first += ATTENDED_SLOTS)
+        for (long r = 0; r < rows; r++) {
+            long end = first + ATTENDED_SLOTS;
+            long last = own[r].count < end ? own[r].count : end;
+            if (first >= last) continue;
+            VALUES_OF[heads - 1](call, &own[r], first, last, scores + r * heads * padded, padded);
+        }
+    for (long i = 0; i < rows * heads; i++) {
+        float *output = own[i / heads].output + i % heads * call->size;
+        vec factor = v_all(factors[i]);
+        for (long k = 0; k < call->size; k += LANES) {
+            long left = call->size - k;
+            v_store_part(output + k, v_mul(v_load_part(output + k, left), factor), left);
+        }
+    }
+    return 0;
+}
 
 static void attention_chunk(void *arguments, long chunk)
 {
-    static int (*const FUNCTIONS[4])(const attention_call *, long, long, long)
-        = { attend_1, attend_2, attend_3, attend_4 };
     attention_call *call = arguments;
-    long kv_head = chunk / call->rows;
-    long row = chunk % call->rows;
+    long chunks = (call->rows + call->rows_of_chunk - 1) / call->rows_of_chunk; /* of a head */
+    long kv_head = chunk / chunks;
+    long row = chunk % chunks * call->rows_of_chunk;
+    long last_row = row + call->rows_of_chunk < call->rows ? row + call->rows_of_chunk : call->rows;
     long group = call->heads / call->kv_heads;
-    for (long done = 0; done < group; done += 4) {
-        long count = group - done < 4 ? group - done : 4;
-        if (FUNCTIONS[count - 1](call, row, kv_head, kv_head * group + done)) call->failed = 1;
+    for (long done = 0; done < group; done += MOST_HEADS) {
+        long heads = group - done < MOST_HEADS ? group - done : MOST_HEADS;
+        if (attend(call, row, last_row, kv_head, kv_head * group + done, heads)) call->failed = 1;
     }
 }
 
@@ -1038,14 +1186,36 @@ EXPORT int attention(const float *queries, long rows, long query_stride, long he
                      const float *sinks, float *output, long output_stride)
 {
     attention_call call = { queries, rows, query_stride, heads, kv_heads, size, keys, values,
-                            head_stride, seen, others, scale, cap, sinks, output, output_stride, 0 };
-    in_threads(attention_chunk, &call, rows * kv_heads);
+                            head_stride, seen, others, scale, cap, sinks, output, output_stride, 1, 0 };
+    long threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
+    long share = threads == 1 ? rows : rows * kv_heads / (4 * threads); /* a few for each thread */
+    call.rows_of_chunk = share < 1 ? 1 : share > ATTENDED_ROWS ? ATTENDED_ROWS : share;
+    long chunks = (rows + call.rows_of_chunk - 1) / call.rows_of_chunk; /* of a head */
+    in_threads(attention_chunk, &call, chunks * kv_heads);
     return call.failed ? -1 : 0;
 }
 
 /* ------------------------------------------------------------------ gated activations */
 
 enum activation { SILU, GELU, GELU_TANH, RELU };
+
+/* The standard normal distribution function, (1 + erf(a / sqrt(2))) / 2, with an error of about
+ * 1e-7. The share below -|a| is e^p, with a polynomial p of |a| that was fitted for |a| up to 14
+ * so that a times the share is as right as can be; the others are smaller than e^-87. */
+INLINE vec v_normal(vec a)
+{
+    static const float POLYNOMIAL[] = {
+        -8.177925892027815e-09f, 3.284334013642365e-07f,  -5.1823153626173735e-06f,
+        4.120161247556098e-05f,  -1.594432396814227e-04f, -6.228906568139791e-05f,
+        4.884394817054272e-03f,  -3.639393299818039e-02f, -3.1829309463500977e-01f,
+        -7.978864908218384e-01f, -6.931471228599548e-01f,
+    };
+    vec size = v_min(v_abs(a), v_all(14.0f));
+    vec sum = v_all(POLYNOMIAL[0]);
+    UNROLL for (int i = 1; i < 11; i++) sum = v_fma(sum, size, v_all(POLYNOMIAL[i]));
+    vec share = v_exp(sum);
+    return v_above_0(a, v_sub(v_all(1.0f), share), share);
+}
 
 INLINE vec activated(vec x, long kind)
 {
@@ -1056,11 +1226,7 @@ INLINE vec activated(vec x, long kind)
         vec share = v_tanh(v_mul(inner, v_all(0.79788456080286536f)));
         return v_mul(v_mul(x, v_all(0.5f)), v_add(v_all(1.0f), share));
     }
-    float values[LANES];
-    v_store(values, x);
-    for (int i = 0; i < LANES; i++)
-        values[i] = 0.5f * values[i] * (1.0f + erff(values[i] * 0.70710678118654752f));
-    return v_load(values);
+    return v_mul(x, v_normal(x));
 }
 
 typedef struct {
