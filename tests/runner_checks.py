@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from specgen.base.types import Context
 from specgen.engine.model import Model
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import ExitLayers
 from specgen.engine.transformers.transformers_model import TransformersModel
@@ -185,18 +186,20 @@ class CountedLayers:
 
     def __init__(self, model: Model, exit_layers: ExitLayers | None = None) -> None:
         self.tokens: Counter[str] = Counter()
-        native = [("exit ", exit_layers._layers)] if exit_layers else []
+        if exit_layers is not None:
+            exit_layers._layers = LayerStack(self._counted("exit ", exit_layers._layers._layers))
         if isinstance(model, NativeModel):
-            native.append(("", model.layers))
+            model.layers = self._counted("", model.layers)
         else:
             assert isinstance(model, TransformersModel)
             for index, layer in enumerate(model.module.model.layers):
                 layer.register_forward_pre_hook(self._count(str(index)), with_kwargs=True)
-        for prefix, layers in native:
-            layers[:] = [
-                _CountedLayer(layer, f"{prefix}{index}", self.tokens)
-                for index, layer in enumerate(layers)
-            ]
+
+    def _counted(self, prefix: str, layers: Sequence[NativeLayer]) -> Any:
+        return [
+            _CountedLayer(layer, f"{prefix}{index}", self.tokens)
+            for index, layer in enumerate(layers)
+        ]
 
     def _count(self, name: str) -> Any:
         def count(_: Any, args: Any, __: Any) -> None:
@@ -216,6 +219,9 @@ class _CountedLayer:
     def __call__(self, hidden: torch.Tensor, inputs: PassInputs, **options: Any) -> torch.Tensor:
         self._tokens[self._name] += inputs.written
         return self._layer(hidden, inputs, **options)
+
+    def for_kernels(self, **_: Any) -> None:
+        """Returns None: then the layer is called by itself."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -238,6 +244,7 @@ TRACED = tuple(
             f"native/{name}"
             for name in (
                 "kv_buffer",
+                "layer_stack",
                 "rotary",
                 "inputs",
                 "native_model",

@@ -14,6 +14,7 @@ from tuning_helpers import outcome
 
 import specgen
 from specgen.base.types import Context, SamplingParams
+from specgen.engine.kernels.library import kernels
 from specgen.pair import profile, profile_place
 from specgen.tune.profile import from_outcome
 from specgen.tune.rounding_cost import rounding_cost
@@ -143,3 +144,23 @@ def test_commands_say_that_the_target_is_rounded(
             from_outcome(outcome(), profile_place.profile_key_of(pair), rounding=stored), tmp_path
         )
     assert profile.load(tmp_path).measured.rounding == cost
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
+def test_without_kernels_the_same_values_are_rounded(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Those that are stored, without the factors of the norms before them."""
+    target = make_model("llama", initializer_range=0.05)
+    for layer in target.model.layers:
+        layer.input_layernorm.weight.data.uniform_(0.1, 3)
+        layer.post_attention_layernorm.weight.data.uniform_(0.1, 3)
+    folder = save(target, tmp_path)
+
+    def logits() -> torch.Tensor:
+        with specgen.load(folder, device="cpu", dtype="int8") as pair:
+            return pair.target.runner().logits(Context(prompt(7))).logits
+
+    expected = logits()
+    request.getfixturevalue("without_kernels")
+    torch.testing.assert_close(logits(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))

@@ -255,6 +255,14 @@ class LinearFactory:
         self.rounding = quantise
         self.kernels = kernels_for(device, dtype)
 
+    @property
+    def takes_stored(self) -> bool:
+        """Whether weights are to be given as they are stored, without the factors of norms: the
+        kernels keep them so, and what is rounded are the stored values, with and without
+        kernels."""
+        is_rounded = self.rounding is not None and self._on_cpu and self._dtype == torch.float32
+        return self.kernels is not None or is_rounded
+
     def __call__(self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> Linear:
         """Returns the linear layer with `weight` [out, in] and `bias` [out]."""
         if weight.dtype == torch.uint8:  # of a quantised file

@@ -477,7 +477,9 @@ def load_native(
             on: LinearFactory(on, dtype, quantise=quantise)
             for on in dict.fromkeys([*devices, device])
         }
-        gain = norm_gain(architecture, dtype, *factories)
+        gain = 1.0
+        if not any(factory.takes_stored for factory in factories.values()):
+            gain = norm_gain(architecture, dtype, *factories)
         # before the layers: packing needs the head twice for a moment
         outer = _outer_weights(
             architecture, files, factories[device], dtype, gain, (devices[0], device), as_stored
@@ -487,7 +489,7 @@ def load_native(
         for index, on in enumerate(devices):
             if index == 0 or on != devices[index - 1]:
                 files.use_device(on)
-            kept = dtype if factories[on].kernels is None else None
+            kept = None if factories[on].takes_stored else dtype
             take_matrix = files.take_matrix if as_stored else files.take
             weights = read_layer(
                 architecture, index, files.take, kept, gain, take_matrix=take_matrix
