@@ -13,7 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from families import IS_OLD_TRANSFORMERS, exit_layers_of, make_model, random_predictor, save
+from families import (
+    IS_OLD_TRANSFORMERS,
+    exit_layers_of,
+    exit_tensors,
+    make_model,
+    random_predictor,
+    save,
+)
 from head_layouts import write_head
 from runner_checks import four_layers, uncached
 from safetensors.torch import load_file, save_file
@@ -29,7 +36,7 @@ from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.parts import eagle as eagle_runners
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.mtp import read_layers
-from specgen.engine.parts.own_layers import ExitWeights
+from specgen.engine.parts.own_layers import ExitLayers, ExitWeights
 from specgen.engine.parts.part import DecoderWeights
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.penalties import PenaltyProcessor
@@ -178,6 +185,7 @@ class Part:
     ) -> None:
         self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._states: dict[tuple[int, ...], Any] = {}
+        self.tensors: dict[str, Tensor] = {}  # of an exit that is joined
         if layout.startswith("mtp-"):
             self.kind = "mtp"
             self.layout = layout.removeprefix("mtp-")
@@ -202,9 +210,11 @@ class Part:
         self.made: Runners
         if layout == "exit":
             self.depth = sizes["depth"]
-            self.weights: Any = ExitWeights(
-                exit_layers_of(self.model, self.module), self.depth, random_predictor(32)
-            )
+            layers = exit_layers_of(self.model, self.module)
+            if sizes.get("joined"):
+                self.tensors = joined_exit_tensors(self.module)
+                layers = ExitLayers(self.model, 1, self.tensors)
+            self.weights: Any = ExitWeights(layers, self.depth, random_predictor(32))
             self.made = own_layers.make_runners(self.weights, self.model, None, penalties)
             return
         with TemporaryDirectory() as name:
@@ -226,6 +236,8 @@ class Part:
         return self._rows[key]
 
     def _row(self, ids: list[int], path: list[int]) -> Tensor:
+        if self.tensors:
+            return joined_exit(self, ids, path)
         if self.kind == "exit":
             return uncached(exit_model(self.module, self.depth), [*ids, *path])
         rows = {"medusa": medusa, "eagle": eagle, "glide": glide, "block": block, "mtp": mtp}
@@ -277,6 +289,44 @@ def exit_model(module: Any, depth: int) -> Any:
         }
     short.load_state_dict(state)
     return short
+
+
+def joined_exit_tensors(module: Any) -> dict[str, Tensor]:
+    """The weights of an exit that joins two states at random, with the target's last layer and an LM
+    head that knows every second token."""
+    torch.manual_seed(3)
+    tensors = exit_tensors(module.state_dict(), 1)
+    tensors["vocabulary"] = torch.arange(1, len(tensors["head.weight"]), 2)
+    tensors["head.weight"] = tensors["head.weight"][tensors["vocabulary"]]
+    width = tensors["head.weight"].shape[1]
+    tensors["join.weight"] = torch.randn(width, 2 * width) * 0.3
+    tensors["join.bias"] = torch.randn(width) * 0.3
+    return tensors
+
+
+def joined_exit(part: Part, ids: list[int], path: list[int]) -> Tensor:
+    """The logits [vocabulary] of such an exit after `ids` and `path`, by definition.
+
+    The target's last state of the token before is joined with each token of the context, the exit's
+    own with a drafted token.
+    """
+    tensors = part.tensors
+    hidden = part.states([*ids, *path])[part.depth][0]
+    width = hidden.shape[1]
+    before = torch.zeros(1, width)
+    if len(ids) > 1:
+        before = torch.cat((before, part.states(ids[:-1])[-1][0]))
+    last = exit_model(part.module, 0)
+    eps = part.module.config.rms_norm_eps
+    for number in range(len(path) + 1):
+        read = torch.cat((hidden[: len(ids) + number], before), dim=0).unflatten(0, (2, -1))
+        normed = torch.cat(tuple(functional.rms_norm(read, (width,), eps=eps)), dim=-1)
+        entering = functional.linear(normed, tensors["join.weight"], tensors["join.bias"])
+        output = last.model(inputs_embeds=entering[None], use_cache=False).last_hidden_state[0]
+        before = torch.cat((before, output[-1:]))
+    logits = torch.full((part.module.config.vocab_size,), -torch.inf)
+    logits[tensors["vocabulary"]] = tensors["head.weight"] @ output[-1]
+    return logits
 
 
 def medusa(part: Part, ids: list[int], path: list[int]) -> Tensor:

@@ -81,6 +81,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("block-zlab", {"family": "granite"}),
     ("block-specforge", {"qkv_bias": True}),
     ("block-speculators", {"qk_norm": True}),
+    ("exit", {"joined": True, "depth": 2}),
+    ("exit", {"joined": True, "depth": 1, "family": "qwen3", "backend": "transformers"}),
 ]
 
 
@@ -159,6 +161,7 @@ def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) 
         ("glide", {"head_layers": 2}),
         ("medusa-v2", {}),
         ("exit", {"depth": 1}),
+        ("exit", {"depth": 1, "joined": True}),
         ("block-deepspec", {}),
     ],
 )

@@ -148,6 +148,8 @@ def test_digests_change_with_the_files_and_need_no_part_opened(
 
 
 EXIT_MISTAKES = [
+    ("format: 2", "format: 3", "format: "),
+    ("joined: false", "joined: true", r"lacks 2 of its tensors \(the first: exit.join.bias\)"),
     ("after: 1", "after: 8", "after layer 8 of 8"),  # no layer would be left to verify with
     ("layers: 1", "layers: 2", "lacks 9 of its tensors"),
     ("own_head: true", "own_head: false", r"does not have \(the first: exit.head.weight\)"),

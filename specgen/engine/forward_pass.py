@@ -3,7 +3,7 @@ transformers) share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -198,6 +198,39 @@ def depths(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depth_of_node.append(0 if parent < 0 else depth_of_node[parent] + 1)
     return depth_of_node
+
+
+def passes_of_levels(
+    forward_pass: ForwardPass, *, mixed: bool = True
+) -> Iterator[tuple[ForwardPass, int]]:
+    """Yields passes over the drafted tokens of a pass, one after the other, such that no token is
+    run in the same pass as its parent. Each comes with the level, from 1, of its first token.
+
+    A pass may hold tokens of several levels unless `mixed` is False.
+    """
+    tokens, parents = forward_pass.draft
+    length = len(forward_pass.context)
+    levels = [depth + 1 for depth in depths(parents)]
+    node = max(forward_pass.first - length, 0)
+    while length + node < forward_pass.last:
+        end = node + 1
+        while end < len(tokens) and parents[end] < node and (mixed or levels[end] == levels[node]):
+            end += 1
+        drafted = TreeNodes(tokens[:end], parents[:end])
+        first = length + node
+        yield forward_pass._replace(draft=drafted, first=first, last=length + end), levels[node]
+        node = end
+
+
+def tokens_before(forward_pass: ForwardPass) -> torch.Tensor:
+    """Returns the cache indices of the tokens before those of a pass, which are all of the context,
+    or all of the draft."""
+    first = forward_pass.first
+    last = forward_pass.last
+    length = len(forward_pass.context)
+    if first < length:
+        return torch.arange(first - 1, last - 1).clamp_min_(0)
+    return torch.tensor(forward_pass.draft.parents[first - length : last - length]) + length
 
 
 def positions(forward_pass: ForwardPass) -> list[int] | range:

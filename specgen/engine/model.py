@@ -171,8 +171,8 @@ class Model(Protocol):
         the head (`with_head` False) the output's `hidden_states` are those after the last layer,
         and its `logits` mean nothing.
 
-        `taps` can be given if all layers are run. The output's `features` [m, len(taps) * width]
-        then have, for each of the m tokens of the pass, one hidden state for each number in `taps`:
+        `taps` name layers that are run, or `num_layers`. The output's `features` [m, len(taps) *
+        width] then have, for each of the m tokens of the pass, one hidden state for each number in `taps`:
         the input of the layer with this index, or for `num_layers` the output of the final norm.
         transformers' `hidden_states` have the same indices. Raises SpecgenError if the model cannot
         give the hidden states that `taps` name, or cannot leave out a part of a layer.

@@ -10,7 +10,7 @@ from specgen.base.part_kinds import HEADS
 from specgen.base.types import Context
 from specgen.decoding.chain import ModelDrafter
 from specgen.engine.model_runner import ModelRunner, Runners
-from specgen.engine.parts.own_layers import ExitAcceptancePredictor
+from specgen.engine.parts.own_layers import ExitAcceptancePredictor, ExitRunner
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.methods.base import DRAFT_MODEL, typical_length
 from specgen.methods.drafting_knowledge import DraftingKnowledge
@@ -175,6 +175,7 @@ class SimulatedModels:
         if isinstance(predictor, ExitAcceptancePredictor):
             predictor = ExitAcceptancePredictor(target, predictor.predictor)
         is_model = kind not in HEADS and isinstance(draft, ModelRunner | TranslatedRunner)
+        is_model = is_model and not isinstance(draft, ExitRunner)
         memoised = MemoisedRunner(draft, self._outputs, joins=is_model)
         prefill_seconds = draft_prefill_seconds(real.target, draft, reference)
         drawn = None

@@ -19,7 +19,13 @@ from torch import Tensor
 from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
 from specgen.engine.devices import inference, upload
-from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, depths
+from specgen.engine.forward_pass import (
+    NO_NODES,
+    ForwardPass,
+    ModelOutput,
+    passes_of_levels,
+    tokens_before,
+)
 from specgen.engine.model import Model
 from specgen.engine.model_runner import DraftTraits, ModelRunner, Runners
 from specgen.engine.native.attend import attend_batch
@@ -304,7 +310,6 @@ class EagleRunner(DecoderRunner):
         first = forward_pass.first
         last = forward_pass.last
         length = len(forward_pass.context)
-        tokens, parents = forward_pass.draft
         outputs: list[ModelOutput] = []
         if first < length:
             committed = forward_pass._replace(draft=NO_NODES, last=min(last, length))
@@ -318,21 +323,8 @@ class EagleRunner(DecoderRunner):
             else:
                 features = self.target.features(committed._replace(context=self._context))
             outputs.append(self._run_pairs(committed, 1, features))
-        levels = [depth + 1 for depth in depths(parents)]
-        node = max(first - length, 0)
-        while length + node < last:
-            end = node + 1
-            while (
-                end < len(tokens)
-                and parents[end] < node
-                and (len(self._stages) == 1 or levels[end] == levels[node])
-            ):
-                end += 1
-            level = forward_pass._replace(
-                draft=TreeNodes(tokens[:end], parents[:end]), first=length + node, last=length + end
-            )
-            outputs.append(self._run_pairs(level, end - node, None, levels[node]))
-            node = end
+        for level, number in passes_of_levels(forward_pass, mixed=len(self._stages) == 1):
+            outputs.append(self._run_pairs(level, level.last - level.first, None, number))
         logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
@@ -356,7 +348,7 @@ class EagleRunner(DecoderRunner):
         begin = min(level, len(self._stages) - 1)
         before = torch.empty(0)
         if len(self._stages) > 1 or features is None:
-            before = upload(_before(forward_pass), self.device)
+            before = upload(tokens_before(forward_pass), self.device)
         for number, stage in enumerate(self._stages[begin:], begin):
             if number or features is None:
                 features = self._rows[max(number - 1, 0)].kept.index_select(0, before)
@@ -368,17 +360,6 @@ class EagleRunner(DecoderRunner):
             return ModelOutput(self.target_model.head_logits(kept), kept)
         logits = self._lm_head(kept if self._normed is None else self._normed(kept))
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
-
-
-def _before(forward_pass: ForwardPass) -> Tensor:
-    """Returns the cache indices of the tokens before those of a pass, which are all of the context,
-    or all of the draft."""
-    first = forward_pass.first
-    last = forward_pass.last
-    length = len(forward_pass.context)
-    if first < length:
-        return torch.arange(first - 1, last - 1).clamp_min_(0)
-    return torch.tensor(forward_pass.draft.parents[first - length : last - length]) + length
 
 
 @torch.no_grad()

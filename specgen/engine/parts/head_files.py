@@ -100,6 +100,9 @@ def _weight_file(folder: Path) -> str:
     )
 
 
+_IDS = ("d2t", "t2d", "token_map", "masked_embedding.token_ordering", "exit.vocabulary")
+
+
 def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
     """Returns the expected tensors in their stored dtype.
 
@@ -116,7 +119,7 @@ def take_exactly(files: WeightFiles, expected: Mapping[str, Shape]) -> dict[str,
         raise files.refuse(problem, "It is of a kind that specgen does not know")
     taken = {}
     for name in expected:
-        if name in ("d2t", "t2d", "token_map", "masked_embedding.token_ordering"):
+        if name in _IDS:
             taken[name] = files.take_integers(name)
             continue
         taken[name] = tensor = files.take(name)

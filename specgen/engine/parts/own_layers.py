@@ -6,6 +6,10 @@ runners on the same model. Both start from the hidden states after layer N, whic
 computes once per token and keeps. So verifying a draft runs only the layers after the first N. A
 predictor of acceptance for Cali-TS (Eq. 5) may have been trained with the exit.
 
+An exit of the present format also reads the target's last hidden state of the token before, which
+is known for all tokens of the context: a linear map joins both. For a drafted token, the exit's own
+last state of the token before stands in for it.
+
 Layer skipping (Zhang et al. 2023) uses the target's KV cache: it reads the keys and values of the
 committed tokens, and writes those of drafted tokens after them. The latter are reused while the
 draft grows, and dropped when the target itself runs.
@@ -23,29 +27,44 @@ from torch import Tensor
 from specgen.base.errors import SpecgenError
 from specgen.base.skipped_layers import SkippedLayers
 from specgen.base.types import Context
-from specgen.engine.devices import inference
+from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import (
+    NO_NODES,
     BatchPass,
     ForwardFunction,
     ForwardPass,
     HiddenSource,
     LayerCall,
     ModelOutput,
+    passes_of_levels,
+    tokens_before,
 )
 from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.inputs import InputMaker, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
+from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import Linear, MakeLinear
 from specgen.engine.native.native_model import final_logits
-from specgen.engine.native.norms import norm_gain, output_norm
+from specgen.engine.native.norms import norm_function, norm_gain, output_norm
 from specgen.engine.native.tensors import tensor_shapes
-from specgen.engine.parts.part import FeatureRunner, native_layers, part_linears, part_weight
+from specgen.engine.parts.part import (
+    FeatureRunner,
+    KeptRows,
+    native_layers,
+    of_all_tokens,
+    part_linears,
+    part_weight,
+)
 from specgen.engine.penalties import PenaltyProcessor
 
+# names in an exit layer's file
+JOIN = "join.weight"
+JOIN_BIAS = "join.bias"
+VOCABULARY = "vocabulary"
 MAX_LAYERS = 2  # EESD's Figure 5 shows that more than one layer gains little
 
 
@@ -110,9 +129,12 @@ class ExitLayers:
     first layers of the target `model`.
 
     `count` is the number of decoder layers. `tensors` has the weights by their names in an exit
-    layer's file; without an LM head among them, the target's is used. `make_linear` None makes an
-    exit for drafting; in training it makes differentiable layers from parameters. Raises
-    SpecgenError as `exit_architecture` does.
+    layer's file; without an LM head among them, the target's is used. With JOIN and JOIN_BIAS among
+    them, the exit `is_joined`: a linear map of two normed states enters the decoder layers (see
+    `joined`). VOCABULARY has the target's id of each token that the LM head knows, ascending;
+    without it, the head knows all. `make_linear` None makes an exit for drafting; in training it
+    makes differentiable layers from parameters, and `make_layer` is the class of decoder layers.
+    Raises SpecgenError as `exit_architecture` does.
     """
 
     def __init__(
@@ -121,9 +143,11 @@ class ExitLayers:
         count: int,
         tensors: Mapping[str, Tensor],
         make_linear: MakeLinear | None = None,
+        make_layer: type[NativeLayer] = NativeLayer,
     ) -> None:
         self._architecture = architecture = exit_architecture(model)
         self._model = model
+        self.dtype = model.dtype
         dtype = torch.float32
         gain = 1.0
         if make_linear is None:
@@ -145,9 +169,26 @@ class ExitLayers:
                     part_weight(take(EXIT_HEAD), dtype, make_linear), None, 1.0
                 )
             layers = native_layers(
-                architecture, kinds[len(devices) - count :], take, dtype, make_linear, gain
+                architecture,
+                kinds[len(devices) - count :],
+                take,
+                dtype,
+                make_linear,
+                gain,
+                make_layer=make_layer,
             )
+            self._join = None
+            if JOIN in tensors:
+                join = take(JOIN) if gain == 1.0 else take(JOIN).float() * gain
+                bias = take(JOIN_BIAS).to(dtype)
+                self._join = make_linear(part_weight(join, dtype, make_linear), bias, 1.0)
+        self._unit_norm = norm_function(architecture.norm_eps, gain)
         self._layers = LayerStack(layers)
+        self._vocabulary = take(VOCABULARY) if VOCABULARY in tensors else None
+
+    @property
+    def is_joined(self) -> bool:
+        return self._join is not None
 
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit's decoder layers."""
@@ -162,22 +203,37 @@ class ExitLayers:
         states [n, width] that enter the exit."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            inputs = self._inputs(forward_pass)
-            hidden = self._layers(source(forward_pass).clone(), inputs)
-            return ModelOutput(*self.norm_and_head(hidden[-logits_to_keep:]))
+            return self.run(forward_pass, source(forward_pass).clone(), logits_to_keep)
 
         return run
 
-    def run_layers(self, hidden: Tensor, batch: BatchPass) -> Tensor:
-        """Runs the decoder layers on the hidden states [batch, n, width] that enter them. Returns
+    def run(self, forward_pass: ForwardPass, hidden: Tensor, logits_to_keep: int) -> ModelOutput:
+        """Runs decoder layers, norm and head on the hidden states [n, width] that enter them, which
+        are changed."""
+        inputs = self._inputs(forward_pass)
+        hidden = self._layers(hidden, inputs)
+        logits, states = self.norm_and_head(hidden[-logits_to_keep:])
+        return ModelOutput(
+            of_all_tokens(logits, self._vocabulary, self._model.shape.vocab_size), states
+        )
+
+    def joined(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """Returns the states [n, width] that enter the decoder layers: a linear map of the normed
+        states `hidden`, those after the target's first layers, and `before`, the last states, after
+        the norm, of the tokens before."""
+        assert self._join is not None
+        return self._join(self._unit_norm(torch.stack((hidden, before), dim=1)).flatten(1))
+
+    def run_layers(self, states: Tensor, batch: BatchPass) -> Tensor:
+        """Runs the decoder layers on the hidden states [batch * n, width] that enter them. Returns
         those after them. Differentiable."""
         inputs = self._inputs.batched(batch)
-        return self._layers(hidden.flatten(0, 1), inputs).view(hidden.shape)
+        return self._layers(states, inputs)
 
     def norm_and_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the norm and the LM head on the hidden states [..., width] after the decoder layers.
 
-        Returns the logits [..., vocabulary], and the head's input [..., width].
+        Returns the logits [..., tokens that the head knows], and the head's input [..., width].
         """
         states = self._norm(hidden)
         if self._head is None:
@@ -185,12 +241,104 @@ class ExitLayers:
         return final_logits(self._architecture, self._head(states)), states
 
 
-def exit_shapes(model: Model, count: int, *, own_head: bool) -> dict[str, tuple[int, ...]]:
+class ExitRunner(ModelRunner):
+    """Drafts with an exit that `is_joined`. `source` returns the hidden states after the target's
+    first layers; `target` keeps the target's last states.
+
+    The cache has the keys and values of the context's tokens, made from the target's last states,
+    then those of the draft, made from the exit's own; a level of a draft takes a pass. When the
+    context grows, the draft's are dropped, those of accepted tokens too: these are run again with
+    the target's states, in the pass that also computes the next draft's first logits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        penalties: PenaltyProcessor | None,
+        layers: ExitLayers,
+        source: HiddenSource,
+        target: FeatureRunner,
+    ) -> None:
+        super().__init__(model, penalties, self._run, layers.new_cache())
+        self._layers = layers
+        self._source = source
+        self._target = target
+        self._width = model.shape.hidden_size
+        self._states = KeptRows()  # the exit's own last states
+
+    @inference
+    def logits(
+        self,
+        context: Context,
+        draft: Sequence[int] = (),
+        parents: Sequence[int] | None = None,
+        *,
+        start: int = 0,
+    ) -> ModelOutput:
+        """Returns the logits after the context (index 0) and after each draft token i (index i +
+        1), from index `start` on. The arguments are those of `ModelRunner.logits`."""
+        if self._cached.committed != len(context):
+            self._cached.truncate(self._cached.committed)  # drops the draft
+        return super().logits(context, draft, parents, start=start)
+
+    def _run(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+        length = len(forward_pass.context)
+        outputs: list[ModelOutput] = []
+        if forward_pass.first < length:
+            last = min(forward_pass.last, length)
+            committed = forward_pass._replace(draft=NO_NODES, last=last)
+            outputs.append(self._run_one(committed, self._targets_states(committed), 1))
+        for level, _ in passes_of_levels(forward_pass):
+            before = upload(tokens_before(level), self.device)
+            states = self._states.kept.index_select(0, before)
+            outputs.append(self._run_one(level, states, level.last - level.first))
+        logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
+        return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
+
+    def _run_one(self, forward_pass: ForwardPass, before: Tensor, kept: int) -> ModelOutput:
+        """Runs the exit on the n tokens of a pass, with the last states `before` [n, width] of the
+        tokens before them. Returns the output for the last `kept` of them."""
+        hidden = self._source(forward_pass)
+        self.cache.length = forward_pass.first
+        joined = self._layers.joined(hidden, before)
+        output = self._layers.run(forward_pass, joined, kept)
+        assert output.hidden_states is not None
+        self._states.write(forward_pass.last - kept, output.hidden_states, self.cache.capacity)
+        return output
+
+    def _targets_states(self, forward_pass: ForwardPass) -> Tensor:
+        """Returns the target's last states [n, width] of the tokens before the n of a pass; zeros
+        before the first token."""
+        first = max(forward_pass.first - 1, 0)
+        last = forward_pass.last - 1
+        parts: list[Tensor] = []
+        if forward_pass.first == 0:
+            dtype = self._layers.dtype
+            parts.append(torch.zeros(1, self._width, dtype=dtype, device=self.device))
+        if last > first:
+            parts.append(self._target.features(forward_pass._replace(first=first, last=last)))
+        return torch.cat(parts)
+
+
+def exit_shapes(
+    model: Model,
+    count: int,
+    *,
+    own_head: bool,
+    is_joined: bool = False,
+    vocabulary: int | None = None,
+) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of an exit with `count` decoder layers, and with `own_head`
-    an LM head, by their names in its file. Raises SpecgenError as `exit_architecture` does."""
+    an LM head, by their names in its file. Raises SpecgenError as `exit_architecture` does.
+
+    The head knows `vocabulary` tokens (None: all of the target's). `is_joined`: see `ExitLayers`.
+    """
     architecture = exit_architecture(model)
-    shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (architecture.hidden_size,)}
-    shapes |= {EXIT_HEAD: (model.shape.vocab_size, architecture.hidden_size)} if own_head else {}
+    width = architecture.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {FINAL_NORM: (width,)}
+    shapes |= {EXIT_HEAD: (vocabulary or model.shape.vocab_size, width)} if own_head else {}
+    shapes |= {JOIN: (width, 2 * width), JOIN_BIAS: (width,)} if is_joined else {}
+    shapes |= {} if vocabulary is None else {VOCABULARY: (vocabulary,)}
     for index in range(count):
         shapes |= tensor_shapes(layer_files(architecture, index))
     return shapes
@@ -312,11 +460,18 @@ def make_runners(
     first = FeatureRunner(
         model, lambda each, _: run(each, each.last - each.first), model.new_cache(earlier)
     )
-    verify = model.forward([LayerCall(index) for index in later], first.features)
-    target = ModelRunner(model, penalties(), verify, model.new_cache(later))
-    draft = ModelRunner(
-        model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache()
-    )
+    taps = [model.shape.num_layers] if weights.layers.is_joined else []
+    verify = model.forward([LayerCall(index) for index in later], first.features, taps=taps)
+    target: ModelRunner
+    draft: ModelRunner
+    if weights.layers.is_joined:
+        target = FeatureRunner(model, verify, model.new_cache(later), penalties())
+        draft = ExitRunner(model, penalties(), weights.layers, first.features, target)
+    else:
+        target = ModelRunner(model, penalties(), verify, model.new_cache(later))
+        draft = ModelRunner(
+            model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache()
+        )
     predictor = (
         None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
     )

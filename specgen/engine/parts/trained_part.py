@@ -26,9 +26,10 @@ from specgen.base.part_kinds import HeadKind
 from specgen.base.schema import read
 from specgen.base.text import shown
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.parts.head_files import MEDUSA_FILE, take_exactly
+from specgen.engine.parts.head_files import MEDUSA_FILE, are_rising, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import (
+    VOCABULARY,
     ExitLayers,
     ExitWeights,
     Predictor,
@@ -58,7 +59,9 @@ class ExitDescription:
 
     `target` and `fingerprint` are the name of the target and a hash of its weights. The exit comes
     after the target's first `after` layers and has `layers` layers itself. `own_head`: it has an LM
-    head of its own instead of the target's. `predictor`: a predictor of acceptance was trained too.
+    head of its own instead of the target's, which knows `vocabulary` tokens (None: all of the
+    target's). `joined`: see `ExitLayers.is_joined`. `predictor`: a predictor of acceptance was
+    trained too. In format 1 there are neither `joined` nor `vocabulary`.
     `figures` (measured in training) and `made_with` (settings and versions of the training) inform
     people; the program does not use them.
     """
@@ -70,10 +73,12 @@ class ExitDescription:
     after: int
     layers: int = 1
     own_head: bool = True
+    joined: bool = False
+    vocabulary: Annotated[int, Field(ge=1)] | None = None
     predictor: bool = False
     figures: Mapping[str, Any] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +176,22 @@ class TrainedPart:
         if files.metadata.get("fingerprint") != described.fingerprint:
             problem = f"{self.path} and its description do not belong together"
             raise SpecgenError(problem, "Restore the one that was replaced")
-        own = exit_shapes(model, described.layers, own_head=described.own_head)
+        own = exit_shapes(
+            model,
+            described.layers,
+            own_head=described.own_head,
+            is_joined=described.joined,
+            vocabulary=described.vocabulary,
+        )
         shapes: dict[str, tuple[int, ...]] = {f"exit.{name}": shape for name, shape in own.items()}
         if described.predictor:
             weights = Predictor(model.shape.hidden_size).named_parameters()
             shapes |= {f"predictor.{name}": tuple(weight.shape) for name, weight in weights}
-        return take_exactly(files, shapes)
+        tensors = take_exactly(files, shapes)
+        ids = tensors.get(f"exit.{VOCABULARY}")
+        if ids is not None and not are_rising(ids, model.shape.vocab_size):
+            raise files.refuse(f"its vocabulary does not hold rising ids of {self._target.name}")
+        return tensors
 
     def _read_exit(self, described: ExitDescription) -> ExitWeights:
         tensors = self.exit_tensors()

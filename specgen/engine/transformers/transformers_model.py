@@ -113,7 +113,7 @@ class TransformersModel:
         the output has no `hidden_states`.
         """
         if layers is not None:
-            return self._layers_forward(layers, inputs, with_head=with_head)
+            return self._layers_forward(layers, inputs, taps, with_head=with_head)
         if taps and self._fixed is not None:
             problem = (
                 f"heads read hidden states, and {self.module.config.model_type} "
@@ -298,10 +298,13 @@ class TransformersModel:
         self,
         layers: Sequence[LayerCall],
         inputs: HiddenSource | None = None,
+        taps: Sequence[int] = (),
         *,
         with_head: bool = True,
     ) -> ForwardFunction:
-        """Returns a function that runs some layers, or parts of them, one by one."""
+        """Returns a function that runs some layers, or parts of them, one by one. Of the `taps`,
+        only `num_layers` may be named."""
+        assert set(taps) <= {self.shape.num_layers}
         decoder = decoder_of(self.module)
         types = (
             getattr(self.module.config.get_text_config(), "layer_types", None)
@@ -329,8 +332,10 @@ class TransformersModel:
             if not with_head:
                 hidden = move(hidden[0], self.device)
                 return ModelOutput(hidden, hidden)
-            hidden = decoder.norm(hidden[0, -logits_to_keep:])
-            return ModelOutput(self.head_logits(hidden), move(hidden, self.device))
+            kept = hidden[0] if taps else hidden[0, -logits_to_keep:]
+            states = move(decoder.norm(kept), self.device)
+            logits = self.head_logits(states[-logits_to_keep:])
+            return ModelOutput(logits, states[-logits_to_keep:], features=states if taps else None)
 
         return run
 
