@@ -292,8 +292,8 @@ def exit_model(module: Any, depth: int) -> Any:
 
 
 def joined_exit_tensors(module: Any) -> dict[str, Tensor]:
-    """The weights of an exit that joins two states at random, with the target's last layer and an LM
-    head that knows every second token."""
+    """The weights of an exit that joins two states at random, with the target's last layer and
+    an LM head that knows every second token."""
     torch.manual_seed(3)
     tensors = exit_tensors(module.state_dict(), 1)
     tensors["vocabulary"] = torch.arange(1, len(tensors["head.weight"]), 2)

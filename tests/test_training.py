@@ -543,12 +543,20 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
         assert {each.name for each in tmp_path.iterdir()} >= {each.name for each in other.iterdir()}
         logits = [draft.reference_logits(text.ids) for text in measured]
     else:
-        agreement = figures["held_out_agreement"]["greedy"]
+        agreement = figures["held_out_agreement"]["greedy"][0]
         part = open_part(path, target, is_exit=True)
         assert agreement > 0.2
         assert part.has_predictor
         drafts = make_runners(part.load(), target.model, None, lambda: None).draft  # type: ignore[arg-type]
-        logits = [drafts.logits(Context(text.ids[:1]), text.ids[1:]).logits for text in measured]
+        logits = [
+            torch.cat(
+                [
+                    drafts.logits(Context(text.ids[:end])).logits
+                    for end in range(1, len(text.ids) + 1)
+                ]
+            )
+            for text in measured
+        ]
     right = list[bool]()
     for text, found in zip(measured, logits, strict=True):
         right += (found.argmax(dim=-1)[:-1] == torch.tensor(text.ids[1:]))[
@@ -600,7 +608,7 @@ def judged(
     text = PredictedText(
         Text(ids, prompt_length, True, Use.PREDICTOR), torch.tensor(top1)[:, None], torch.empty(0)
     )
-    return list(judged_tokens(text, exit_top1, continuing, random.Random(0)))
+    return list(judged_tokens(text, [exit_top1], continuing, random.Random(0)))
 
 
 def test_rounds_start_after_the_last_committed_token() -> None:
@@ -648,7 +656,7 @@ def made_texts(number: int, accepts: Any, uses: list[Use]) -> Any:
         made[tuple(ids.tolist())] = torch.nn.functional.one_hot(guesses, 96).float(), exit_states
         text = Text(ids.tolist(), 1, True, uses[index % len(uses)])
         texts.append(PredictedText(text, top1[:, None], torch.empty(0), target_states))
-    return texts, lambda ids: made[tuple(ids)]
+    return texts, lambda ids: tuple(each[None] for each in made[tuple(ids)])
 
 
 def test_a_predictor_learns_from_reserved_text_only() -> None:
@@ -658,7 +666,9 @@ def test_a_predictor_learns_from_reserved_text_only() -> None:
     texts, outputs = made_texts(48, half, list(Use))
     for text in texts:
         if text.text.use == Use.TRAIN:
-            outputs(text.text.ids)[0].copy_(torch.nn.functional.one_hot(text.top_k_ids[:, 0], 96))
+            outputs(text.text.ids)[0][0].copy_(
+                torch.nn.functional.one_hot(text.top_k_ids[:, 0], 96)
+            )
     assert train_predictor(outputs, texts, seed=0)[1]["mean_score"] == pytest.approx(0.5, abs=0.1)
     uses = [Use.HELD_OUT, Use.PREDICTOR, Use.PREDICTOR, Use.PREDICTOR]
     seen, state_of = made_texts(40, lambda _, exit_, __: 30 * exit_[:, 0] > -15, uses)
@@ -670,6 +680,21 @@ def test_a_predictor_learns_from_reserved_text_only() -> None:
     }
     assert train_predictor(outputs, without[Use.HELD_OUT], seed=0)[1] == {}
     assert train_predictor(outputs, without[Use.PREDICTOR], seed=0) == (None, {})
+
+
+def test_later_tokens_of_a_draft_are_judged_by_what_is_drafted_there() -> None:
+    """The exit is right as the first token of a draft, and wrong as the second one."""
+    top1 = [7, 8, 9, 10, 11]
+    text = PredictedText(
+        Text([6, *top1], 1, True, Use.PREDICTOR), torch.tensor([*top1, 0])[:, None], torch.empty(0)
+    )
+    rounds = judged_tokens(text, [[*top1, 0], [0] * 6], 1.0, random.Random(0))
+    assert [(position, accepted) for _, _, position, accepted in rounds] == [
+        (1, True),
+        (2, False),
+        (1, True),
+        (2, False),
+    ]
 
 
 def test_measurements_of_known_scores() -> None:

@@ -26,11 +26,12 @@ from training_helpers import (
 
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import block, eagle, glide, medusa
-from specgen.train import heads
+from specgen.engine.parts import block, eagle, glide, medusa, own_layers
+from specgen.engine.parts.own_layers import ExitLayers, ExitWeights
+from specgen.train import states
 from specgen.train.corpus import Use
 from specgen.train.heads import HeadObjective
-from specgen.train.loop import IGNORED, Training, held_out_agreement
+from specgen.train.loop import Training, held_out_agreement
 from specgen.train.texts import Text
 
 RUNNERS: dict[str, Any] = {"block": block, "eagle": eagle, "glide": glide, "medusa": medusa}
@@ -142,7 +143,7 @@ def test_each_row_is_what_is_drafted_there(
         torch.testing.assert_close(log_probs[row], of_top, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle", "glide", "block"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "glide", "block", "eesd"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
     """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some
     steps lower the loss."""
@@ -167,10 +168,10 @@ def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: 
 def test_the_losses_over_a_reduced_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The divergence from the target's distribution over the head's tokens; none where its
-    likeliest token is not among them."""
-    monkeypatch.setattr(heads, "_LARGEST_VOCABULARY", 8)
-    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.HELD_OUT)]
+    """The divergence from the target's distribution over the head's tokens, times its probability
+    of these; none where its likeliest token is not among them."""
+    monkeypatch.setattr(states, "LARGEST_VOCABULARY", 8)
+    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.TRAIN)]
     head = started("eagle", saved("llama", tmp_path, num_hidden_layers=8), texts=texts)
     ids = [0, 1, 2, 3, 4, 5, 9, 60]  # the tokens of the text, and the lowest others
     assert head.weights([]).vocabulary.tolist() == ids  # type: ignore[union-attr]
@@ -183,9 +184,10 @@ def test_the_losses_over_a_reduced_vocabulary(
     with torch.no_grad():
         logits = head.logits(outputs, depths)
         loss = head.losses(outputs, depths, top, log_probs)
-    assert logits.isfinite().nonzero()[:, 1].view(4, -1).tolist() == [ids] * 4
-    p, q = (each[:, ids].log_softmax(-1) for each in (target_logits, logits))
-    expected = (p.exp() * (p - q)).sum(-1) * torch.tensor([1, 0.8, 0.64, 0])
+    assert logits.shape == (4, 8)
+    p, q = target_logits[:, ids].log_softmax(-1), logits.log_softmax(-1)
+    known = target_logits.softmax(-1)[:, ids].sum(-1)
+    expected = known * (p.exp() * (p - q)).sum(-1) * torch.tensor([1, 0.8, 0.64, 0])
     torch.testing.assert_close(loss, expected.sum(), atol=1e-4, rtol=1e-4)
 
 
@@ -226,52 +228,31 @@ def test_ranks_are_those_of_the_targets_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "backend"), quick(LAYERED))
-def test_an_exits_loss_and_gradients_are_those_of_the_whole_model(
+def test_each_row_of_an_exit_is_what_is_drafted_there(
     family: str, backend: str, tmp_path: Path
 ) -> None:
-    """An untrained exit before the model's last layers is the model itself, on either backend and
-    of packed texts."""
-    module: Any = make_model(family, tie_word_embeddings=False)
+    """After the text's tokens that are not drafted, with the others as a draft: the target's last
+    states are those of the former alone. Texts are packed, on either backend."""
+    made: Any = started("eesd", saved(family, tmp_path), backend, 0.05)
+    found, _ = made.predictions(packed(TEXTS, TOKENS), None)
     with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if weight.dim() == 1:  # norms and biases, which begin as all ones or zeros
-                weight.add_(
-                    torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))),
-                    alpha=0.2,
-                )
-    target = opened(save(module, tmp_path / "target", make_tokenizer(LETTERS)), backend)
-    layers = target.model.shape.num_layers - 1
-    made = objective("eesd", task_of(tmp_path / "out"), target, 1, layers)
-    training = Training(made, made.start([]))
-    batch = packed(TEXTS, TOKENS)
-    labelled = TOKENS - len(TEXTS)
-    assert int((batch.labels != IGNORED).sum()) == labelled
-    loss = training.backward(batch, labelled)
-    module.requires_grad_(True)
-    expected = torch.zeros(())
-    for text in TEXTS:
-        logits = module(torch.tensor([text]), use_cache=False).logits[0, :-1]
-        expected = (
-            expected
-            + torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum")
-            / labelled
-        )
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
-    theirs = {
-        name.removeprefix("model."): weight.grad for name, weight in module.named_parameters()
-    }
-    for name, weight in training.trained.items():
-        kind, number, *rest = name.split(".")
-        later = (
-            ".".join((kind, str(int(number) + 1), *rest))
-            if kind == "layers"
-            else name.replace("head.", "lm_head.")
-        )
-        scale = float(theirs[later].abs().max())
-        torch.testing.assert_close(
-            weight.grad, theirs[later], rtol=1e-4, atol=1e-4 * scale, msg=name
-        )
+        logits = made.logits(found.outputs, found.depths)
+    tensors = {name: weight.detach() for name, weight in made.parameters.items()}
+    weights = ExitWeights(ExitLayers(made.model, 1, tensors), made.after)
+    draft = own_layers.make_runners(weights, made.model, None, lambda: None).draft
+    assert draft is not None
+    rows = iter(zip(found.sources.tolist(), found.depths.tolist(), logits, strict=True))
+    for depth in range(made.depths):
+        start = 0
+        for text in TEXTS:
+            for at in range(depth, len(text) - 1):
+                source, row_depth, row = next(rows)
+                assert (source, row_depth) == (start + at, depth)
+                begin = at + 1 - depth
+                output = draft.logits(Context(text[:begin]), text[begin : at + 1], start=depth)
+                torch.testing.assert_close(row, output.logits[0], atol=1e-2, rtol=1e-2)
+            start += len(text)
+    assert next(rows, None) is None
 
 
 @pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])

@@ -172,8 +172,9 @@ class Model(Protocol):
         and its `logits` mean nothing.
 
         `taps` name layers that are run, or `num_layers`. The output's `features` [m, len(taps) *
-        width] then have, for each of the m tokens of the pass, one hidden state for each number in `taps`:
-        the input of the layer with this index, or for `num_layers` the output of the final norm.
+        width] then have, for each of the m tokens of the pass, one hidden state for each number in
+        `taps`: the input of the layer with this index, or for `num_layers` the output of the final
+        norm.
         transformers' `hidden_states` have the same indices. Raises SpecgenError if the model cannot
         give the hidden states that `taps` name, or cannot leave out a part of a layer.
         """

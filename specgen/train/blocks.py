@@ -32,8 +32,9 @@ from specgen.engine.parts.block import (
 from specgen.engine.parts.block_layouts import default_layers
 from specgen.engine.parts.eagle import FC, FIRST_NORM
 from specgen.engine.parts.part import BlockWeights, MedusaWeights
-from specgen.train.heads import HeadObjective, LayerObjective, Predictions, TargetStates, reachable
+from specgen.train.heads import HeadObjective, LayerObjective
 from specgen.train.loop import IGNORED, PackedBatch
+from specgen.train.states import Predictions, TargetStates, reachable
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 

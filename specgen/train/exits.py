@@ -1,9 +1,14 @@
 """Training of an exit layer (EESD, section 3.2) and of its predictor of acceptance (section 3.3),
 or of a new predictor alone.
 
-An exit layer turns the hidden states after the target's first layers into next-token logits, and so
-serves as a draft model. The first layers are frozen. The loss is the cross-entropy with the next
-token of the text.
+An exit layer turns the hidden states after the target's first layers, joined with the target's last
+state of the token before, into next-token logits, and so serves as a draft model. For drafted
+tokens, the exit's own last state of the token before stands in for the target's: it is trained with
+drafts of several tokens, whose tokens are those of the text. The first layers are frozen. The loss
+is the divergence from the target's own predictions.
+
+It begins as a linear map to the target's last state, which is solved for by least squares, with
+decoder layers that add nothing at first (their output projections are zero).
 
 The predictor, which Cali-TS uses, estimates the probability that the target accepts a token that
 the exit layer drafts. It is trained on texts that the exit layer was not trained on, because on
@@ -24,10 +29,18 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.forward_pass import BatchPass, text_pass
 from specgen.engine.loaded_model import LoadedModel
+from specgen.engine.native.attention import AttentionFiles
+from specgen.engine.native.experts import ExpertFiles
+from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, layer_files
 from specgen.engine.native.linear import trained_linear
+from specgen.engine.native.tensors import walk
+from specgen.engine.parts.eagle import UnrolledAttention
 from specgen.engine.parts.own_layers import (
+    JOIN,
+    JOIN_BIAS,
+    VOCABULARY,
     ExitLayers,
     Predictor,
     check_exit,
@@ -44,17 +57,11 @@ from specgen.engine.parts.trained_part import (
 )
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Use
-from specgen.train.loop import (
-    IGNORED,
-    Labels,
-    Objective,
-    PackedBatch,
-    TrainingBatches,
-    first_shares,
-    held_out_agreement,
-)
+from specgen.train.loop import PackedBatch, TrainingBatches, held_out_agreement
+from specgen.train.start import LinearMap, least_squares
+from specgen.train.states import Predictions, StatesObjective, TargetStates, reachable
 from specgen.train.task import TrainingTask
-from specgen.train.texts import PredictedText, Text, predicted, wanted_for_predictor
+from specgen.train.texts import PredictedText, Text, wanted_for_predictor
 
 # of the predictor's training
 STEPS = 300
@@ -63,24 +70,37 @@ PASSES = 4  # over each text, each with rounds of other lengths
 STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 PRIOR_DEVIATION = 0.5
+TRAINED_DEPTHS = 3  # tokens in the drafts of training
+_READ_TEXTS = 32  # pieces of corpus text that least squares read, beside generated text
+_SCALES = (0.5, 0.7, 0.85, 1.0)  # of the logits at the beginning: a mean of states is no state
 # settings that do not matter for a predictor alone
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")
 
-# A function from n token ids to the exit's next-token logits [n, vocabulary] and hidden states [n,
-# width] after each token.
+# A function from n token ids to the exit's next-token logits [depths, n, tokens] and hidden states
+# [depths, n, width]: those at index d are after each token as the d-th drafted one (0: the last one
+# before a draft).
 ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
 
 
-class ExitObjective(Objective):
+class UnrolledExitLayer(NativeLayer):
+    """A decoder layer of an exit in training, where each call drafts one more token after each
+    prefix of a text."""
+
+    attention = UnrolledAttention
+
+
+class ExitObjective(StatesObjective):
     """Trains an exit layer after the target's first `after` layers (None: a default depth), and its
     acceptance predictor.
 
-    The exit layer has `layers` decoder layers, and begins as a copy of the target's last layers,
-    final norm and LM head. With `own_head` the LM head is trained too. The target's weights are not
-    trained; `start` frees those of its later layers.
+    The exit layer has `layers` decoder layers, which begin as copies of the target's last layers
+    but for their output projections. With `own_head` it has an LM head of its own, which begins as
+    the target's and knows the most frequent tokens of a large vocabulary.
     """
 
     uses = tuple(Use)
+    trained_uses = (Use.TRAIN,)
+    depths = 5
 
     def __init__(
         self,
@@ -96,8 +116,9 @@ class ExitObjective(Objective):
         self.model.check_layers("early exit")
         exit_architecture(self.model)
         self.after = default_exit_depth(count) if after is None else after
+        self.taps = (self.after,)
         self.layers = layers
-        self.own_head = own_head
+        self.own_head = self.reduces_head = own_head
         check_exit(self.model, self.after, layers)
         self.settings = {
             "--layer": self.after,
@@ -106,67 +127,129 @@ class ExitObjective(Objective):
         }
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
-        # texts that no exit layer is trained on
-        self._predicted = list[PredictedText]()
-        tokens = 0
-        for text in (text for text in texts if text.use != Use.TRAIN):
-            self.task.stop_if_requested()
-            self._predicted.append(
-                predicted(self.target, text, keep_hidden=tokens < wanted_for_predictor(self.target))
-            )
-            tokens += len(text.ids)
-        batches = self.begin(self.initial_weights(), texts, (Use.TRAIN,))
-        self.parameters["head.weight"].requires_grad_(self.own_head)
-        self.model.free_weights(self.after)
+        batches = super().start(texts)
+        self.parameters[EXIT_HEAD].requires_grad_(self.own_head)
         return batches
 
-    def initial_weights(self) -> dict[str, Tensor]:
-        return self.model.last_layers(self.target.folder, self.layers)
+    def initial_weights(
+        self, texts: Sequence[Text], generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        made = self.model.last_layers(self.target.folder, self.layers)
+        made[EXIT_HEAD] = self.head_start()
+        for index in range(self.layers):
+            for name in _output_names(exit_architecture(self.model), index):
+                made[name].zero_()
+        offset = exit_architecture(self.model).norm_weight_offset
+        gain = made[FINAL_NORM] + offset
+        found = self._to_last_state(texts, gain)
+        made |= {JOIN: found.weight, JOIN_BIAS: found.bias}
+        self.parameters = {name: torch.nn.Parameter(each) for name, each in made.items()}
+        losses = dict[float, float]()
+        chosen = [text._replace(use=Use.HELD_OUT) for text in texts if text.use == Use.TRAIN][:16]
+        for scale in _SCALES if chosen else ():
+            self.parameters[FINAL_NORM].data = gain * scale - offset
+            losses[scale] = self.cross_entropy(chosen) or 0.0
+        best = min(losses, key=losses.__getitem__) if losses else 1.0
+        return {**made, FINAL_NORM: gain * best - offset}
 
-    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
+    def _to_last_state(self, texts: Sequence[Text], gain: Tensor) -> LinearMap:
+        """Returns the map by least squares of what is joined to the target's last state before the
+        final norm's `gain`."""
+        inputs = []
+        outputs = []
+        recipe = self.task.recipe
+        used = [text for text in texts if text.use == Use.TRAIN]
+        if self.task.corpus is not None:
+            rng = Random(f"least squares {recipe.seed}")
+            for _ in range(_READ_TEXTS):
+                ids = self.task.corpus.sample(rng, recipe.window, uses=self.trained_uses)
+                used.append(Text(ids, 1, False, Use.TRAIN))
+        for text in used:
+            self.task.stop_if_requested()
+            batch = self.whole(text.ids, text.prompt_length, self.teacher(text))
+            states = self.states(batch)
+            chosen = reachable(batch, 0)[0]
+            inputs.append(self._joined_inputs(batch, states)[chosen])
+            outputs.append((states.hidden / gain.to(self.device)).flatten(0, 1)[chosen])
+        found = least_squares(torch.cat(inputs), torch.cat(outputs)) if inputs else None
+        if found is not None:
+            return found
+        width = self.width  # too little text: begins as the state itself
+        weight = torch.eye(width, 2 * width, device=self.device)
+        return LinearMap(weight, torch.zeros(width, device=self.device))
+
+    def _joined_inputs(self, batch: PackedBatch, states: TargetStates) -> Tensor:
+        """Returns what the join reads [tokens, 2 * width] of a batch: normed states."""
+        pairs = torch.stack((states.features, _before(batch, states.hidden)), dim=2)
+        eps = exit_architecture(self.model).norm_eps
+        return F.rms_norm(pairs, pairs.shape[-1:], None, eps).flatten(2).flatten(0, 1)
+
+    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
+        """Runs the exit once per depth. At depth 0 it reads the target's last states, then its own
+        of the depth before. An exit of format 1 reads none and runs once."""
+        exit_layers = self._exit(self.layers, UnrolledExitLayer)
         forward_pass = batch.forward_pass()
-        hidden = self._first_layers(forward_pass)
-        with self.autocast():
-            states = self._exit(self.layers).run_layers(hidden, forward_pass).flatten(0, 1)
-        return states, (batch.labels.flatten(),)
+        before = _before(batch, states.hidden).flatten(0, 1)
+        out = torch.empty(0)
+        rows = []
+        for depth in range(self.depths if rng is None else TRAINED_DEPTHS):
+            hidden = F.pad(states.features[:, depth:], (0, 0, 0, depth)).flatten(0, 1)
+            earlier, sources = reachable(batch, depth)
+            if exit_layers.is_joined:
+                at = batch.positions + depth
+                entering = exit_layers.joined(hidden, before)
+                shifted = forward_pass._replace(positions=at, key_positions=at)
+                out = exit_layers.run_layers(entering, shifted).float()
+                before = exit_layers.last_states(out)
+                chosen = out.index_select(0, earlier)
+            else:
+                if depth == 0:
+                    out = exit_layers.run_layers(hidden, forward_pass)
+                chosen = out.index_select(0, sources)
+            rows.append((chosen, sources, torch.full_like(sources, depth)))
+        return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
-    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
-        with self.autocast():
-            logits, _ = self._exit(0).norm_and_head(outputs)
-        return F.cross_entropy(logits.float(), labels[0], ignore_index=IGNORED, reduction="sum")
+    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
+        return self._exit(0).norm_and_head(outputs)[0].float()
 
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         round_as_saved(self.parameters)
-        layer = self._exit(self.layers)
-        top1 = {id(prediction.text): prediction.top_k_ids[:, 0] for prediction in self._predicted}
-
-        @torch.no_grad()
-        def outputs(ids: list[int]) -> tuple[Tensor, Tensor]:
-            batch = text_pass(torch.tensor(ids, device=self.device))
-            with self.autocast():
-                logits, hidden = layer.norm_and_head(
-                    layer.run_layers(self._first_layers(batch), batch)
-                )
-            return logits[0].float(), hidden[0].float()
-
-        def ranks_of(text: Text) -> Tensor:
-            is_wrong = outputs(text.ids)[0].argmax(dim=-1).cpu() != top1[id(text)]
-            return is_wrong[text.prompt_length - 1 : -1, None].long()
-
         self.task.announce("training the predictor")
-        agreement, _ = held_out_agreement(
-            [prediction.text for prediction in self._predicted], ranks_of
-        )
-        predictor, fit = train_predictor(outputs, self._predicted, self.task.recipe.seed)
+        agreement, _ = held_out_agreement(texts, self.ranks_of)
+        used = list[PredictedText]()
+        tokens = 0
+        for text in (text for text in texts if text.use != Use.TRAIN):
+            self.task.stop_if_requested()
+            is_kept = tokens < wanted_for_predictor(self.target)
+            used.append(self.predicted(text, keep_hidden=is_kept))
+            tokens += len(text.ids)
+        predictor, fit = train_predictor(self.exit_outputs, used, self.task.recipe.seed)
         figures = {
             **figures,
-            "held_out_agreement": first_shares(agreement),
+            "held_out_agreement": agreement,
+            "cross_entropy": self.cross_entropy(texts),
             **({"predictor": fit} if fit else {}),
         }
         description = self.description(figures, has_predictor=predictor is not None)
-        return save_exit(self.task.out, self.parameters, predictor, description), asdict(
-            description
-        )
+        tensors: dict[str, Tensor] = dict(self.parameters)
+        if self.ids is not None:
+            tensors[VOCABULARY] = self.ids
+        return save_exit(self.task.out, tensors, predictor, description), asdict(description)
+
+    @torch.no_grad()
+    def exit_outputs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """See `ExitOutputs`. After the last token, both are zero."""
+        batch = self.whole(ids, 1)
+        with self.autocast():
+            found = self.predict(batch, self.states(batch), None)
+            logits, states = self._exit(0).norm_and_head(found.outputs)
+        shape = self.depths, len(ids)
+        tables = []
+        for rows in (logits, states):
+            table = torch.zeros(*shape, rows.shape[-1], device=self.device)
+            table[found.depths, found.sources] = rows.float()
+            tables.append(table)
+        return tables[0], tables[1]
 
     def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
         return ExitDescription(
@@ -175,23 +258,38 @@ class ExitObjective(Objective):
             after=self.after,
             layers=self.layers,
             own_head=self.own_head,
+            joined=True,
+            vocabulary=None if self.ids is None else len(self.ids),
             predictor=has_predictor,
             figures=figures,
             made_with=self.task.made_with(),
         )
 
-    def _exit(self, count: int) -> ExitLayers:
+    def _exit(self, count: int, make_layer: type[NativeLayer] = NativeLayer) -> ExitLayers:
         """Returns the exit layer with the present values of the parameters: its first `count`
         decoder layers, norm and LM head."""
-        return ExitLayers(self.model, count, self.parameters, trained_linear)
+        return ExitLayers(self.model, count, self.parameters, trained_linear, make_layer)
 
-    @torch.no_grad()
-    def _first_layers(self, batch: BatchPass) -> Tensor:
-        """Returns the hidden states [batch, n, width] after the target's first layers, which are
-        not trained."""
-        hidden = self.model.batch(batch, self.after, with_head=False).hidden_states
-        assert hidden is not None
-        return hidden
+
+def _before(batch: PackedBatch, hidden: Tensor) -> Tensor:
+    """Returns the states [batch, n, width] of the tokens before each token, zeros at the beginnings
+    of texts."""
+    shifted = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
+    return shifted * (batch.positions > 0)[:, :, None]
+
+
+def _output_names(architecture: Any, index: int) -> list[str]:
+    """Returns the names of the weights with which attention and MLP of a layer add to the residual
+    stream."""
+    files = layer_files(architecture, index)
+    assert isinstance(files.mixer, AttentionFiles)
+    outputs: list[Any] = [files.mixer.output]
+    if isinstance(files.mlp, ExpertFiles):
+        outputs += [expert[-1] for expert in files.mlp.experts]
+        outputs += [] if files.mlp.shared is None else [files.mlp.shared.down]
+    else:
+        outputs.append(files.mlp.down)
+    return [tensor.name for tensor in walk(tuple(outputs))]
 
 
 class PredictorObjective(ExitObjective):
@@ -211,16 +309,21 @@ class PredictorObjective(ExitObjective):
         assert isinstance(self._part.description, ExitDescription)
         self._before = before = self._part.description
         super().__init__(task, target, before.after, before.layers, own_head=before.own_head)
+        self.reduces_head = False
         self.settings = {"the exit layer": part_digest(path, is_exit=True)}
 
-    def start(self, texts: Sequence[Text]) -> None:
+    def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         super().start(texts)  # whose batches are of no use: the layer is not trained
+        return None
 
-    def initial_weights(self) -> dict[str, Tensor]:
+    def initial_weights(
+        self, texts: Sequence[Text], generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """Returns the weights of the exit layer, which are not trained here."""
-        return self.model.last_layers(self.target.folder, 0) | under(
-            "exit.", self._part.exit_tensors()
-        )
+        own = under("exit.", self._part.exit_tensors())
+        if (ids := own.pop(VOCABULARY, None)) is not None:
+            self.ids = ids.to(self.device)
+        return self.model.last_layers(self.target.folder, 0) | own
 
     def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
         if not has_predictor:
@@ -268,7 +371,7 @@ def train_predictor(
 
 
 def judged_tokens(
-    prediction: PredictedText, exit_top1: Sequence[int], continuing: float, rng: Random
+    prediction: PredictedText, exit_top1: Sequence[Sequence[int]], continuing: float, rng: Random
 ) -> Iterator[tuple[int, int, int, bool]]:
     """Yields the drafted tokens that the target judges in simulated greedy rounds over a text, from
     its first generated token on.
@@ -278,7 +381,9 @@ def judged_tokens(
     `drafted` the exit layer predicted the drafted token. `position` is the drafted token's position
     in its draft, from 1. `accepted`: the target predicted the same token.
 
-    `exit_top1` [n] are the exit layer's most probable next tokens after each token of the text.
+    `exit_top1` [depths, n] are the exit layer's most probable next tokens after each token of the
+    text, as the last one before a draft, as the first drafted one, and so on (later ones are as the
+    last of these).
     After each drafted token the draft continues with probability `continuing`, as with a bandit. A
     round ends at the first token that is not accepted, or with the draft; the target's own token
     (the correction or bonus) follows, and then the next round. In a sampled text, a draft is
@@ -288,7 +393,8 @@ def judged_tokens(
     # the last committed token: at first the one that the prefill gave
     begin = drafted = prediction.text.prompt_length
     while drafted < len(ids) - 1:
-        accepted = exit_top1[drafted] == top1[drafted]
+        after = exit_top1[min(drafted - begin, len(exit_top1) - 1)]
+        accepted = after[drafted] == top1[drafted]
         yield begin - 1, drafted, drafted - begin + 1, accepted
         drafted += 1
         if not accepted or top1[drafted - 1] != ids[drafted]:
@@ -302,8 +408,9 @@ class _Examples:
     """Training data of the predictor: the hidden states of all texts, one after the other, and m
     judged tokens.
 
-    `target_states` and `exit_states` [n, width] are the hidden states of target and exit after each
-    token. The other fields [m] are those of `judged_tokens`, with indices of rows.
+    `target_states` [n, width] are the target's hidden states after each token, `exit_states` [k,
+    width] the exit's, of each depth one after the other. The other fields [m] are those of
+    `judged_tokens`, with indices of rows.
     """
 
     target_states: Tensor
@@ -328,7 +435,7 @@ def _examples(
         for prediction in texts
         if prediction.text.use == use and prediction.hidden is not None
     ]
-    top1s = list[list[int]]()
+    top1s = list[list[list[int]]]()
     agreed = list[Tensor]()
     exit_states = []
     target_states = []
@@ -337,19 +444,24 @@ def _examples(
         logits, hidden = exit_outputs(prediction.text.ids)
         top1 = logits.argmax(dim=-1).cpu()
         top1s.append(top1.tolist())
-        agreed.append((top1 == prediction.top_k_ids[:, 0])[prediction.text.prompt_length :])
-        exit_states.append(hidden.to(prediction.hidden.dtype))
+        agreed.append((top1[0] == prediction.top_k_ids[:, 0])[prediction.text.prompt_length :])
+        exit_states.append(hidden.flatten(0, 1).to(prediction.hidden.dtype))
         target_states.append(prediction.hidden.to(hidden.device))
     continuing = float(torch.cat(agreed).float().mean()) if agreed else 0.0
     rows = list[tuple[int, int, int, bool]]()
     first = 0
+    first_of_exit = 0
     for prediction, exit_top1 in zip(used, top1s, strict=True):
+        length = len(prediction.text.ids)
         for _ in range(PASSES):
             for begin, drafted, position, accepted in judged_tokens(
                 prediction, exit_top1, continuing, rng
             ):
-                rows.append((first + begin, first + drafted, position, accepted))
-        first += len(prediction.text.ids)
+                depth = min(position, len(exit_top1)) - 1
+                own = first_of_exit + depth * length + drafted
+                rows.append((first + begin, own, position, accepted))
+        first += length
+        first_of_exit += len(exit_top1) * length
     if not rows:
         return None
     states = torch.cat(target_states), torch.cat(exit_states)

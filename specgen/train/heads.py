@@ -17,14 +17,11 @@ draft that begins after the block's first token.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -38,13 +35,11 @@ from specgen.engine.native.attention_mask import AttentionMask
 from specgen.engine.native.config_reading import read_architecture
 from specgen.engine.native.inputs import InputMaker
 from specgen.engine.native.layer_files import (
-    EXIT_HEAD,
     FINAL_NORM,
     HEAD,
     layer_files,
 )
 from specgen.engine.native.linear import trained_linear
-from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
@@ -57,229 +52,52 @@ from specgen.engine.parts.trained_part import (
     round_as_saved,
     save_head,
 )
-from specgen.train.corpus import NOT_HELD_OUT
 from specgen.train.loop import (
     IGNORED,
-    Labels,
-    Objective,
     PackedBatch,
-    Taught,
-    TrainingBatches,
-    divergence,
     held_out_agreement,
-    pack,
 )
+from specgen.train.states import Predictions, StatesObjective, TargetStates, reachable
 from specgen.train.target_layer import last_layers, layer_config
 from specgen.train.task import TrainingTask
-from specgen.train.texts import Text, most_probable
+from specgen.train.texts import Text
 
 # the least number of layers in which the authors' three features are of different layers
 _LAYERS_FOR_DEFAULT = 7
-# tokens that EAGLE's LM head predicts at most, as in the published heads
-_LARGEST_VOCABULARY = 32_000
-_OUTSIDE = -1e4  # in place of the infinite log-probability of a token outside the vocabulary
 # tokens in a block of GliDe
 _SHORTEST = 2
 _LONGEST = 10
 _DEVIATION = 0.02  # of random initial weights
 
 
-class TargetStates(NamedTuple):
-    """What the target computes for a batch of n tokens in each sequence. All tensors are without
-    gradients.
-
-    `features` [batch, n, len(taps) * width], float32, are the hidden states that the objective's
-    `taps` name. `hidden` [batch, n, width], float32, are those after the final norm, `embeddings`
-    [batch, n, width], float32, those that enter the first layer. `keys_values` are the keys and the
-    values, each [batch, kv heads, n, head size], of the last layer, as the target's KV cache stores
-    them; None unless the objective `reads_cache`.
-    """
-
-    features: Tensor
-    hidden: Tensor
-    embeddings: Tensor
-    keys_values: tuple[Tensor, Tensor] | None = None
-
-
-class Predictions(NamedTuple):
-    """The drafted tokens that a head predicts in a batch, one row each.
-
-    `outputs` [rows, m] is what `HeadObjective.logits` turns into logits, with gradients. `sources`
-    [rows], int64, has for each row the token that the predicted one follows, as an index into the
-    flat batch; the row's label is the target's prediction after this token. `depths` [rows], int64,
-    is the number of tokens drafted earlier in the same draft, from 0; in training these are taken
-    from the text. `sources - depths` is then the last token before the draft, the same for all rows
-    of one draft.
-    """
-
-    outputs: Tensor
-    sources: Tensor
-    depths: Tensor
-
-
-class HeadObjective(Objective):
-    """Trains one kind of head (`kind`) for a target, whose weights do not change.
-
-    `taps` are the layers whose inputs the head reads (see `Model.forward`). `depths` is the number
-    of drafted tokens for which it is trained and measured. The loss of a draft's token number d,
-    from 0, is multiplied by `decay`**d. `reads_cache`: the head reads keys and values of the
-    target. `predict` and `logits` run within `autocast`.
-    """
+class HeadObjective(StatesObjective):
+    """Trains one kind of head (`kind`)."""
 
     kind: ClassVar[HeadKind]
-    depths: ClassVar[int]
-    decay: ClassVar[float] = 0.8
-    reads_cache: ClassVar[bool] = False
-    taps: Sequence[int] = ()
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         super().__init__(task, target)
         self.settings = {"--methods": self.kind}
-        self.width = self.model.shape.hidden_size
-        self.num_layers = self.model.shape.num_layers
         self.model.check_layers(f"training {self.kind}")
         check_head_folder(task.out)
-
-    @abstractmethod
-    def initial_weights(
-        self, texts: Sequence[Text], generator: torch.Generator
-    ) -> dict[str, Tensor]:
-        """Returns the initial weights by name. `texts` are those that the target generated."""
-
-    @abstractmethod
-    def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
-        """Runs the head on a batch, with gradients.
-
-        `rng` is the source of random numbers in training. It is None for a measurement: then
-        nothing is random, and tokens of all `depths` are predicted.
-        """
 
     @abstractmethod
     def weights(self, ranks: Sequence[Sequence[float]]) -> HeadWeights:
         """Returns the trained weights. `ranks[n][r]` is the share of n-th drafted tokens at which
         the target's token had rank r in the head's prediction (`held_out_agreement`)."""
 
-    def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
-        """Returns logits [n, vocabulary] over the target's vocabulary for n rows of `Predictions`;
-        -inf for tokens that the head lacks."""
-        return self.target_logits(outputs)
-
-    def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
-        """Returns KL(target || head) [n] in nats.
-
-        `logits` [n, vocabulary] are the head's, `top_k_ids` and `log_probs`, each [n, k], the
-        target's most probable tokens.
-        """
-        return divergence(logits, top_k_ids, log_probs)
-
-    def start(self, texts: Sequence[Text]) -> TrainingBatches:
-        made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
-        return self.begin(made, texts, NOT_HELD_OUT)
-
-    def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        predictions, labels = self.predictions(batch, rng)
-        return predictions.outputs, labels
-
-    def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
-        depths, top_k_ids, log_probs = labels
-        with self.autocast():
-            losses = self.decay**depths * self.row_losses(
-                self.logits(outputs, depths), top_k_ids, log_probs
-            )
-        return losses.sum()
-
-    def predictions(self, batch: PackedBatch, rng: Random | None) -> tuple[Predictions, Labels]:
-        """Runs target and head on a batch. Returns the head's predictions, with gradients, and
-        their labels.
-
-        The labels are the rows' `depths`, and the target's most probable tokens with their
-        log-probabilities as `most_probable` returns them. `rng` as for `predict`.
-        """
-        states = self.states(batch)
-        with self.autocast():
-            predictions = self.predict(batch, states, rng)
-        with torch.no_grad():
-            pieces = torch.split(states.hidden.flatten(0, 1), self.rows)
-            labels = [most_probable(self.target_logits(piece)) for piece in pieces]
-        of_rows = (
-            torch.cat(parts).index_select(0, predictions.sources)
-            for parts in zip(*labels, strict=True)
-        )
-        return predictions, (predictions.depths, *of_rows)
-
-    @torch.no_grad()
-    def ranks_of(self, text: Text) -> Tensor:
-        """Returns the ranks [text's tokens, depths] that the head gives to the target's most
-        probable tokens, for a draft after each token of the text from the prompt's last one on; -1
-        before, and where nothing is predicted. See `held_out_agreement`."""
-        taught = Taught(text.ids, [IGNORED] * len(text.ids), text.prompt_length)
-        whole = pack([lambda *_: taught], len(text.ids), Random(0))
-        predictions, (depths, top_k_ids, _) = self.predictions(
-            whole.part(slice(None), self.device), None
-        )
-        pieces = []
-        for piece in torch.split(torch.arange(len(depths), device=self.device), self.rows):
-            with self.autocast():
-                logits = self.logits(predictions.outputs[piece], depths[piece])
-            pieces.append((logits > logits.gather(1, top_k_ids[piece, :1])).sum(dim=1))
-        starts = predictions.sources - depths  # the last tokens that are not drafted
-        chosen = (starts >= text.prompt_length - 1) & (depths < self.depths)
-        table = torch.full((len(text.ids), self.depths), -1, device=self.device)
-        table[starts[chosen], depths[chosen]] = torch.cat(pieces)[chosen]
-        return table
-
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         round_as_saved(self.parameters)
         self.task.announce("measuring on held-out text")
         agreement, ranks = held_out_agreement(texts, self.ranks_of)
-        figures = {**figures, "held_out_agreement": agreement}
+        figures = {
+            **figures,
+            "held_out_agreement": agreement,
+            "cross_entropy": self.cross_entropy(texts),
+        }
         description = describe_head(self.kind, self.target, figures, self.task.made_with())
         save_head(self.task.out, self.weights(ranks), description)
         return self.task.out, asdict(description)
-
-    @torch.no_grad()
-    def states(self, batch: PackedBatch) -> TargetStates:
-        """Runs the target on a batch."""
-        sequences, tokens = batch.ids.shape
-        cache = self.model.batch_cache(sequences) if self.reads_cache else None
-        forward_pass = batch.forward_pass()._replace(cache=cache)
-        taps = [*self.taps, self.num_layers]
-        tapped = self.model.batch(forward_pass, taps=taps, with_head=False).features
-        assert tapped is not None
-        sizes = [len(self.taps) * self.width, self.width]
-        features, hidden = torch.split(tapped.float(), sizes, dim=-1)
-        states = TargetStates(features, hidden, self.model.embeddings(batch.ids).float())
-        if cache is None:
-            return states
-        keys, values = cache.keys_and_values(self.num_layers - 1, tokens)
-        shape = sequences, -1, *keys.shape[1:]
-        return states._replace(keys_values=(keys.view(shape), values.view(shape)))
-
-    def target_logits(self, hidden: Tensor) -> Tensor:
-        """Returns the LM head's logits [..., vocabulary] for hidden states [..., width] after the
-        final norm. Differentiable."""
-        hidden = hidden.to(self.dtype)
-        if not isinstance(self.model, NativeModel):
-            return self.model.head_logits(hidden).float()
-        return final_logits(self.model.architecture, F.linear(hidden, self._lm_head)).float()
-
-    @cached_property
-    def _lm_head(self) -> Tensor:
-        return self.model.last_layers(self.target.folder, 0)[EXIT_HEAD].to(self.dtype)
-
-
-def reachable(batch: PackedBatch, distance: int) -> tuple[Tensor, Tensor]:
-    """Returns all pairs of tokens of one text that are `distance` apart and of which the later one
-    is not the text's last.
-
-    The result are two tensors [pairs] of indices into the flat batch: the earlier tokens, in
-    ascending order, and the later ones.
-    """
-    tokens = batch.ids.shape[1]
-    same = batch.segments[:, distance:] == batch.segments[:, : tokens - distance]
-    is_first = F.pad(same & (batch.labels[:, distance:] != IGNORED), (0, distance))
-    first = is_first.flatten().nonzero()[:, 0]
-    return first, first + distance
 
 
 class LayerObjective(HeadObjective):
@@ -324,6 +142,7 @@ class EagleObjective(LayerObjective):
 
     kind = "eagle"
     depths = 5
+    reduces_head = True
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
         super().__init__(task, target)
@@ -342,7 +161,6 @@ class EagleObjective(LayerObjective):
     def initial_weights(
         self, texts: Sequence[Text], generator: torch.Generator
     ) -> dict[str, Tensor]:
-        self._ids = _vocabulary(self.vocabulary, texts, self.device)
         made = super().initial_weights(texts, generator)
         width = self.width
         files = layer_files(self.architecture, 0)
@@ -354,11 +172,7 @@ class EagleObjective(LayerObjective):
             name = projection.weight.name
             made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)
         made |= {FEATURE_NORM: made[norm], norm: torch.ones(width)}
-        head = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
-        return {
-            **made,
-            HEAD: head.clone() if self._ids is None else head[self._ids.to(head.device)],
-        }
+        return {**made, HEAD: self.head_start()}
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the head once per depth. At depth 0 it reads the target's features, then its own
@@ -383,23 +197,7 @@ class EagleObjective(LayerObjective):
         normed = F.rms_norm(
             outputs, (self.width,), self.parameters[FINAL_NORM], self.architecture.norm_eps
         )
-        logits = F.linear(normed, self.parameters[HEAD]).float()
-        if self._ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocabulary), -torch.inf).index_copy(
-            1, self._ids, logits
-        )
-
-    def row_losses(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
-        """Returns KL(target || head) [n] in nats, with the target's distribution restricted to the
-        head's vocabulary. 0 in rows in which the target's most probable token is not in it."""
-        if self._ids is None:
-            return super().row_losses(logits, top_k_ids, log_probs)
-        inside = torch.isin(top_k_ids, self._ids)
-        outside = (log_probs.exp() * ~inside).sum(-1, keepdim=True)
-        log_probs = log_probs - torch.log1p(-outside.clamp_max(1 - 1e-6))
-        log_probs = log_probs.masked_fill(~inside, _OUTSIDE)
-        return divergence(logits.clamp_min(_OUTSIDE), top_k_ids, log_probs) * inside[:, 0]
+        return F.linear(normed, self.parameters[HEAD]).float()
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}
@@ -408,23 +206,8 @@ class EagleObjective(LayerObjective):
             tensors,
             3,
             tuple(self.taps),
-            None if self._ids is None else self._ids.cpu(),
+            None if self.ids is None else self.ids.cpu(),
         )
-
-
-def _vocabulary(size: int, texts: Sequence[Text], device: torch.device) -> Tensor | None:
-    """Returns the ids of the head's tokens, ascending: those that the target generated most often.
-    None if the head can have all `size` tokens of the target."""
-    if size <= _LARGEST_VOCABULARY:
-        return None
-    counts = Counter[int]()
-    for text in texts:
-        counts.update(text.ids[text.prompt_length :])
-    frequent = [token for token, _ in counts.most_common(_LARGEST_VOCABULARY)]
-    others = islice(
-        (token for token in range(size) if token not in counts), _LARGEST_VOCABULARY - len(frequent)
-    )
-    return torch.tensor(sorted([*frequent, *others]), device=device)
 
 
 class GlideObjective(LayerObjective):

@@ -189,11 +189,15 @@ class Objective(ABC):
             name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()
         }
         taught = [
-            Taught(text.ids, [IGNORED] * len(text.ids), text.prompt_length)
+            Taught(text.ids, self.teacher(text), text.prompt_length)
             for text in texts
             if text.use == Use.TRAIN
         ]
         return TrainingBatches(self.task, taught, uses)
+
+    def teacher(self, text: Text) -> list[int]:
+        """Returns the `teacher` values (PackedBatch) of a text's tokens."""
+        return [IGNORED] * len(text.ids)
 
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:

@@ -230,12 +230,16 @@ class ExitLayers:
         inputs = self._inputs.batched(batch)
         return self._layers(states, inputs)
 
+    def last_states(self, hidden: Tensor) -> Tensor:
+        """Returns the LM head's input [..., width] for the hidden states after the layers."""
+        return self._norm(hidden)
+
     def norm_and_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Runs the norm and the LM head on the hidden states [..., width] after the decoder layers.
 
         Returns the logits [..., tokens that the head knows], and the head's input [..., width].
         """
-        states = self._norm(hidden)
+        states = self.last_states(hidden)
         if self._head is None:
             return self._model.head_logits(states), states
         return final_logits(self._architecture, self._head(states)), states
