@@ -815,7 +815,7 @@ def test_the_command_trains_where_it_is_found(
 REFUSED: list[tuple[str, list[str], str]] = [
     ("eesd", ["--steps", "3", "--minutes", "1"], "both --minutes and --steps"),
     ("eesd", ["--exit-head", "other"], "--exit-head is 'other'"),
-    ("sd", [], "there is no draft model to train"),
+    ("sd", ["--draft", "none"], "there is no draft model to train"),
     ("eesd", ["--layer", "3"], "after layer 3"),
     ("eesd", ["--methods", "svip"], "svip has nothing to train"),
     (

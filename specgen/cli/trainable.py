@@ -109,7 +109,7 @@ def check(asked: Asked) -> None:
             "from the target's continuations only",
             "Leave it out, or mix it in: --self-text 0.5",
         )
-    if part is DRAFT and (models.finds or not models.has_draft):
+    if part is DRAFT and not models.has_draft:
         raise SpecgenError("there is no draft model to train", "Name one: --draft MODEL")
 
 

@@ -111,7 +111,8 @@ def training_task(
     asked: Asked, prompts: Sequence[ListedPrompt], target: LoadedModel, draft: DraftModel | None
 ) -> TrainingTask:
     """Reads the training text and returns the training task, with default values for options that
-    are not given. `draft` is the draft model to train, None if something else is trained. Raises
+    are not given. `draft` is the draft model to train, None if it is made of layers of the target
+    or something else is trained. Raises
     SpecgenError if there is no text, or if a file cannot be read.
     """
     training = asked.training
@@ -145,8 +146,9 @@ def training_task(
 
     fingerprint = weights_fingerprint(target.folder)
     exit_layer = asked.models.exit_layer
-    if draft is not None:
-        out = pair_folder(target.name, fingerprint, draft.name) / "distilled"
+    if part is DRAFT:
+        name = None if draft is None else draft.name
+        out = pair_folder(target.name, fingerprint, name) / "distilled"
     elif exit_layer is not None:
         out = exit_layer if exit_layer.is_dir() else exit_layer.parent
     else:

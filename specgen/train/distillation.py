@@ -55,6 +55,7 @@ from specgen.engine.transformers.quiet import quiet_transformers
 from specgen.engine.transformers.transformers_model import AttentionMasks
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import NOT_HELD_OUT, Corpus, Use
+from specgen.train.joined_layers import join, joined_draft
 from specgen.train.loop import (
     IGNORED,
     MAX_LOGITS,
@@ -140,8 +141,13 @@ class DraftObjective(Objective):
 
     batches: DraftBatches
 
-    def __init__(self, task: TrainingTask, target: LoadedModel, draft: DraftModel) -> None:
+    def __init__(self, task: TrainingTask, target: LoadedModel, draft: DraftModel | None) -> None:
+        """`draft` None: the draft model is made of layers of the target, whose embedding and LM
+        head it keeps."""
         super().__init__(task, target)
+        self._is_joined = draft is None
+        if draft is None:
+            draft = joined_draft(target, task.folder / "start")
         self.draft = draft
         self.device = draft.device
         quantised = draft.files.quantisation
@@ -174,6 +180,12 @@ class DraftObjective(Objective):
         self.dtype = torch.float32 if self.dtype == torch.float32 else torch.bfloat16
         self._module = load_module(draft.files, torch.float32, self.device).requires_grad_(True)
         self._masks = AttentionMasks(self._module)
+        if self._is_joined:
+            for module in (
+                self._module.get_input_embeddings(),
+                self._module.get_output_embeddings(),
+            ):
+                module.requires_grad_(False)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
         self.rows = max(
@@ -205,6 +217,8 @@ class DraftObjective(Objective):
                 ids = corpus.sample(rng, length, uses=NOT_HELD_OUT)
                 read = Text(ids, len(ids), False, Use.TRAIN)
                 predictions.append(predicted(self.target, read))
+        if self._is_joined:
+            join(self._module, self.target, [text for text in texts if text.use == Use.TRAIN])
         self.target.model.free_weights()
         taught = [text for text in predictions if text.text.use == Use.TRAIN]
         self._held_out = [text for text in predictions if text.text.use == Use.HELD_OUT]
