@@ -37,7 +37,7 @@ import specgen
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import bundled_prompts, kept_part
 from specgen.base.part_verdict import PartVerdict
-from specgen.base.types import Context
+from specgen.base.types import Context, SamplingParams
 from specgen.cli.options import ModelGroup, TrainingOptions, TuneOptions
 from specgen.cli.train import _draft_report, _report
 from specgen.cli.trainable import EXIT, GLIDE, TRAINABLE, Asked
@@ -57,6 +57,7 @@ from specgen.train.texts import (
     TextGeneration,
     continuations,
     largest_batch,
+    own_sampling,
     predicted,
 )
 
@@ -267,12 +268,13 @@ def test_batched_texts_equal_those_generated_alone(
     module = make_model(family)
     target = opened(save(module, models_folder / "side" / family), backend)
     prompts = [[1, 5, 9], [7, 8, 9, 10, 11, 12], [4], [20, 21]]
-    for prompt, text in zip(prompts, continuations(target, prompts, 30, greedy=True), strict=True):
+    for prompt, text in zip(prompts, continuations(target, prompts, 30), strict=True):
         alone = plain(module, prompt, 24 + 6 - len(prompt))
         assert text[len(prompt) :] == alone[: len(text) - len(prompt)]
         assert text[-1] == EOS or len(text) >= 24
     first, again, another = (
-        continuations(target, prompts, 30, greedy=False, seed=seed) for seed in (1, 1, 2)
+        continuations(target, prompts, 30, sampling=SamplingParams(temperature=0.8), seed=seed)
+        for seed in (1, 1, 2)
     )
     assert first == again != another
 
@@ -292,7 +294,6 @@ def test_every_text_continues_a_document_of_its_part(
     """Half greedily, half sampled. Only where a predictor is trained are texts reserved for it,
     until it has enough."""
     monkeypatch.setattr(training_texts, "PREDICTOR_TOKENS", 600)
-    monkeypatch.setattr(training_texts, "MAX_BATCH", 32)
     target = opened(folder)
     corpus = Corpus([[5 + number] * 6 for number in range(24)])
     recipe = replace(TINY, steps=None if used == "predictor" else 1000)
@@ -323,6 +324,82 @@ def test_every_text_continues_a_document_of_its_part(
     path.write_text(path.read_text()[:-5])
     with pytest.raises(SpecgenError, match="Delete it: it is generated again"):
         TextGeneration(target, task, PARTS[used])
+
+
+def test_text_is_kept_for_further_trainings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all kinds that learn from the same prompts, each with its own uses of them. Text that is
+    there costs nothing; what is generated later is added."""
+    monkeypatch.setattr(training_texts, "_CPU_BATCH", 8)
+    target = opened(folder)
+    prompts = Corpus([[5 + number] * 6 for number in range(20)])
+
+    def generation(name: str, uses: tuple[Use, ...], **changed: Any) -> TextGeneration:
+        recipe = replace(TINY, steps=changed.pop("steps", 60), **changed)
+        task = task_of(tmp_path / name, recipe, prompts=prompts, kept_text=tmp_path / "text")
+        return TextGeneration(target, task, uses)
+
+    first = generation("first", PARTS["head"])
+    texts = first.run()
+    assert first.seconds > 0
+    assert not (tmp_path / "first" / "training" / "texts-0000.json").exists()
+    again = generation("again", PARTS["exit"])
+    assert [text.ids for text in again.texts] == [text.ids for text in texts]
+    held_out = [text.ids[0] for text in texts if text.use == Use.HELD_OUT]
+    assert {CYCLE[(token - 5) % len(CYCLE)] for token in held_out} == {Use.HELD_OUT}
+    assert Use.PREDICTOR in {text.use for text in again.texts}
+    assert {text.use for text in texts} == {Use.TRAIN, Use.HELD_OUT}
+    with monkeypatch.context() as patched:
+        patched.setattr(target.model, "batch", None)
+        assert again.run() == again.texts
+        timed = generation("timed", PARTS["head"], steps=None, seconds=60.0)
+        assert timed.run() == texts
+        assert timed.seconds == 0
+        assert generation("less", PARTS["head"], steps=1).run() == texts[:16]
+    for changed in ({"seed": 1}, {"window": 20}):
+        assert not generation("changed", PARTS["head"], **changed).texts
+    more = timed.more(60.0)
+    assert len(more) == 8
+    assert timed.texts == [*texts, *more]
+    assert generation("later", PARTS["head"], steps=None, seconds=60.0).texts == timed.texts
+
+
+def test_sampled_text_does_not_depend_on_what_is_generated_beside_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = opened(folder)
+    prompts = [[5, 9], [7, 3, 11, 30], [4], [8, 8, 13]]
+    made = []
+    for free in (None, 0):  # with little memory two texts are generated at once
+        monkeypatch.setattr(training_texts, "free_memory", lambda _, free=free: free)
+        counts = list[int]()
+        texts = continuations(
+            target,
+            prompts,
+            24,
+            sampling=SamplingParams(temperature=1.5),
+            seed=3,
+            on_progress=lambda _, tokens, counts=counts: counts.append(tokens) or True,  # type: ignore[func-returns-value]
+        )
+        made.append([text[: 20 + len(prompt)] for text, prompt in zip(texts, prompts, strict=True)])
+        assert counts == sorted(counts)
+        assert counts[-1] == sum(map(len, texts))
+    assert made[0] == made[1]
+
+
+def test_text_is_sampled_at_the_temperature_of_the_target(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "own")
+    config = tmp_path / "own" / "generation_config.json"
+    for stored, expected in (
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": "hot", "top_k": 20, "min_p": None}, {"temperature": 1.0, "top_k": 20}),
+        ({"temperature": 0}, {"temperature": 1.0}),
+    ):
+        config.write_text(json.dumps(stored))
+        assert own_sampling(opened(tmp_path / "own")) == SamplingParams(**expected)
+    config.unlink()
+    assert own_sampling(opened(tmp_path / "own")) == SamplingParams(temperature=1.0)
 
 
 def test_generation_keeps_to_its_time_and_memory(

@@ -13,6 +13,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from specgen.base.types import SamplingParams
 from specgen.cli.app import app
 from specgen.cli.trainable import TRAINABLE
 from specgen.engine.draft_model import DraftModel
@@ -79,7 +80,8 @@ def written(
 ) -> list[Text]:
     """Texts of at most `length` tokens that the target generates after the prompts, to be used for
     `part`."""
-    texts = continuations(target, prompts, length, greedy=greedy, seed=1)
+    sampling = SamplingParams(temperature=0 if greedy else 1)
+    texts = continuations(target, prompts, length, sampling=sampling, seed=1)
     return [
         Text(text, len(prompt), greedy, part) for prompt, text in zip(prompts, texts, strict=True)
     ]

@@ -153,7 +153,9 @@ def training_task(
         out = exit_layer if exit_layer.is_dir() else exit_layer.parent
     else:
         out = part_folder("exit" if part is EXIT else part.method, target.name, fingerprint)
-    return TrainingTask(asked.tuning.out or out, recipe, corpus, Corpus(ids) if ids else None)
+    prompts_ids = Corpus(ids) if ids else None
+    kept_text = pair_folder(target.name, fingerprint, None) / "text"
+    return TrainingTask(asked.tuning.out or out, recipe, corpus, prompts_ids, kept_text)
 
 
 def _conversations(

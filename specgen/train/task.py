@@ -50,15 +50,17 @@ class TrainingTask:
 
     The target generates training text by continuing `prompts`, or, if there are none, the
     beginnings of documents in `corpus`. `out` is the output folder; unfinished work is kept in its
-    subfolder `training`. `announce` is called with a line of text, `show` with a stage of the work,
-    its share that is done (0 to 1) and its figures as text. The training stops when
-    `stop_requested` returns True.
+    subfolder `training`. `kept_text` is the folder where generated text is kept for further
+    trainings of the same target; None: it is unfinished work too. `announce` is called with a line
+    of text, `show` with a stage of the work, its share that is done (0 to 1) and its figures as
+    text. The training stops when `stop_requested` returns True.
     """
 
     out: Path
     recipe: Recipe
     corpus: Corpus | None = None
     prompts: Corpus | None = None
+    kept_text: Path | None = None
     announce: Callable[[str], None] = lambda _: None
     show: Callable[[str, float, str], None] = lambda *_: None
     stop_requested: Callable[[], bool] = lambda: False
