@@ -324,9 +324,9 @@ TUNE_ROWS: Rows = {
         "SHARE",
         "Share of sequences that the target generates (0.5; for sd: that it labels, 1).",
     ),
-    "batch": ("--batch-size B", "Sequences per step (64; on a CPU 16)."),
+    "batch": ("--batch-size B", "Sequences per step (64; on a CPU by timing, with --steps 16)."),
     "training_length": ("--window W", "Tokens per sequence (2048; on a CPU 256)."),
-    "learning_rate": ("R", "Peak learning rate (0.001; for sd 0.0003); it decays to a tenth."),
+    "learning_rate": ("R", "Peak learning rate (0.001; for sd 0.0003); it decays to zero."),
 }
 
 

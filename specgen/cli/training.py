@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -86,12 +87,14 @@ def load_objective(asked: Asked, prompts: Sequence[ListedPrompt], progress: Prog
     --prompts. Raises SpecgenError if it cannot be trained for these models, or without text."""
     training = asked.training
     part = asked.part
+    began = time.monotonic()
     options = replace(asked.models.loaded(), exit_layer=None, head=None)
     if part is not DRAFT:
         options = replace(options, draft=None, draft_revision=None, draft_device=None)
     pair = load_pair(options, progress.announce)
     progress.announce("reading texts")
     task = training_task(asked, prompts, pair.target, pair.draft if part is DRAFT else None)
+    task.began = began
     module, name = part.objective.split(".")
     make: Callable[..., Objective] = getattr(import_module(f"specgen.train.{module}"), name)
     if part is EXIT:
@@ -117,7 +120,6 @@ def training_task(
     """
     training = asked.training
     part = asked.part
-    # without a GPU a step with the paper's batch size would take minutes
     on_cuda = target.device.type == "cuda"
     limit = min(model.context_limit for model in (target, draft or target))
     window = min(training.training_length or (2048 if on_cuda else 256), limit)
@@ -134,11 +136,13 @@ def training_task(
     seconds -= verdict_seconds(seconds)
     # a predictor needs no time limit, but the user may set one
     is_timed = training.minutes is not None or part is not PREDICTOR
+    # by timing on a CPU, where a step with the paper's batch size would take minutes
+    batch = 64 if on_cuda else (None if training.steps is None else 16)
     recipe = Recipe(
         steps=training.steps,
         seconds=seconds if is_timed and training.steps is None else None,
         learning_rate=training.learning_rate or part.learning_rate,
-        batch=training.batch or (64 if on_cuda else 16),
+        batch=training.batch or batch,
         window=window,
         self_text=1.0 if corpus is None else share,
         seed=asked.seed,

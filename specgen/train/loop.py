@@ -9,13 +9,15 @@ interruption.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError  # of torch.load
 from random import Random
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from specgen.base.errors import RunError, SpecgenError
-from specgen.base.files import whole_file
+from specgen.base.files import whole_file, write_whole
 from specgen.engine.forward_pass import BatchPass
 from specgen.engine.loaded_model import LoadedModel
 from specgen.train.corpus import Use
@@ -39,9 +41,17 @@ WARM_UP_SHARE = 0.05  # of the budget
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
 # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 _CPU_ROWS = 256
-_RESERVED_SHARE = 0.05  # of a budget in seconds, for loading, evaluation and the predictor
+_RESERVED_SHARE = 0.05  # of a budget in seconds, at least: for measuring and the predictor
 _SAVE_SECONDS = 60.0
 _LEAST_RATE = 0.002  # of the warm-up that has passed, at the first step
+_MEASURING_SHARE = 1.5  # of the seconds of a measurement, for the one at the end
+# numbers of sequences that are tried on a CPU; the first is taken that learns at least this share
+# of the tokens a second that the fastest does. Trying ends with a share of the budget.
+_BATCHES = (2, 4, 8, 16)
+_NEARLY = 0.85
+_TRIAL_SHARE = 0.1
+_TIMED_PRODUCTS = 5
+_CLEARLY = 0.8  # of the time in float32
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
 _STATE_COPIES = 3  # the weights, and the optimizer's two means
 
@@ -133,14 +143,15 @@ class TrainingBatches:
         self._uses = uses
         recipe = task.recipe
         self.window = window or recipe.window
+        self.size = recipe.batch or _BATCHES[0]  # sequences
         self._seed = recipe.seed
-        share = 1.0 if task.corpus is None else recipe.self_text
-        own = max(1, round(recipe.batch * share)) if taught else 0
-        self._samplers: list[SampleText] = [self._sample_taught] * own
-        self._samplers += [self._sample_corpus] * (recipe.batch - own)
+        self._share = 1.0 if task.corpus is None else recipe.self_text
 
     def batch(self, step: int) -> PackedBatch:
-        return pack(self._samplers, self.window, Random(f"batch {self._seed} {step}"))
+        own = max(1, round(self.size * self._share)) if self._taught else 0
+        samplers: list[SampleText] = [self._sample_taught] * own
+        samplers += [self._sample_corpus] * (self.size - own)
+        return pack(samplers, self.window, Random(f"batch {self._seed} {step}"))
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
         assert self._corpus is not None
@@ -159,7 +170,7 @@ class Objective(ABC):
     `uses` are the uses of text (`Use`) for which it needs text. `parameters` are the weights to
     train, by name, float32; those that need no gradients are not trained. The loss is computed for
     `rows` predicted tokens at a time, to limit the memory for logits over `vocabulary` tokens on
-    `device`. Matrix products use float32 if `dtype`, the target's, is float32, otherwise bfloat16.
+    `device`. For the dtype of matrix products, see `autocast`; `dtype` is the target's.
     `settings` have to be the same when an interrupted training is resumed. Random choices may
     depend on seeds alone.
     """
@@ -179,6 +190,7 @@ class Objective(ABC):
         at_once = _CPU_ROWS if self.device.type == "cpu" else MAX_LOGITS
         self.rows = min(at_once, max(1, MAX_LOGITS // self.vocabulary))
         self.settings: dict[str, Any] = {}
+        self.in_bfloat16: bool | None = None  # None: not decided yet
 
     def begin(
         self, weights: Mapping[str, Tensor], texts: Sequence[Text], uses: Collection[Use]
@@ -234,11 +246,20 @@ class Objective(ABC):
         """
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns a context in which matrix products use float32 if the target's dtype is float32,
-        and otherwise bfloat16."""
-        return torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.dtype != torch.float32
-        )
+        """Returns a context in which matrix products use bfloat16, or float32 if the target's dtype
+        is float32 or if products in float32 take less time here."""
+        if self.in_bfloat16 is None:
+            is_cpu = self.device.type == "cpu"
+            width = self.model.shape.hidden_size
+            self.in_bfloat16 = self.dtype != torch.float32 and (
+                not is_cpu or is_faster_in_bfloat16(width)
+            )
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.in_bfloat16)
+
+    def measured(self, texts: Sequence[Text]) -> dict[str, Any]:
+        """Returns figures of the part as it is now, measured on held-out texts; empty if there are
+        none."""
+        return {}
 
 
 def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
@@ -253,15 +274,23 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     task.begin(objective.target, objective.settings)
     generation = TextGeneration(objective.target, task, objective.uses)
     texts = generation.run()
-    start = time.monotonic()
     figures = dict[str, Any]()
     batches = objective.start(texts)
     if batches is not None:
-        training = Training(objective, batches, generation.seconds + time.monotonic() - start)
+        start = time.monotonic()
+        figures = {"start": first_figures(objective, texts)}
+        now = time.monotonic()
+        training = Training(
+            objective,
+            batches,
+            spent=generation.earlier_seconds + now - task.began,
+            measuring=now - start,
+        )
         training.run()
         minutes = {"writing": generation.seconds / 60, "training": training.seconds / 60}
-        figures = {
+        figures |= {
             "steps": training.step,
+            "batch": training.batches.size,
             "tokens": training.tokens,
             "loss": training.loss,
             "minutes": minutes,
@@ -271,16 +300,61 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     return made
 
 
+def first_figures(objective: Objective, texts: Sequence[Text]) -> dict[str, Any]:
+    """Returns the figures of an objective before its first step. They are stored with the
+    unfinished work, for a resumed training."""
+    task = objective.task
+    path = task.folder / "start.json"
+    if path.is_file():
+        with suppress(OSError, ValueError):
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+    figures = objective.measured(texts)
+    write_whole(path, json.dumps(figures))
+    loss = figures.get("cross_entropy")
+    if loss is not None:
+        shares = (figures["held_out_agreement"]["greedy"] or [0.0])[:1]
+        task.announce(
+            f"before the first step: {loss:.2f} nats, {shares[0]:.0%} agreement on held-out text"
+        )
+    return figures
+
+
+@cache
+def is_faster_in_bfloat16(width: int) -> bool:
+    """Whether this CPU multiplies matrices as large as in training clearly faster in bfloat16 than
+    in float32; measured once."""
+    seconds = dict[torch.dtype, float]()
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = torch.ones(_CPU_ROWS, width)
+        weight = torch.ones(4 * width, width)
+        times = []
+        for _ in range(_TIMED_PRODUCTS):
+            start = time.perf_counter()
+            torch.nn.functional.linear(rows.to(dtype), weight.to(dtype))
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return seconds[torch.bfloat16] < _CLEARLY * seconds[torch.float32]
+
+
 class Training:
     """An objective in training, with a state that is saved in the task's folder every minute and
     restored from there.
 
     `spent` are seconds of earlier work, such as generating text, which a budget in seconds has to
-    pay too. `seconds` is the time of all steps, `loss` the mean over the last steps in nats per
-    token.
+    pay too. `measuring` are those that one measurement took, as at the end. `seconds` is the time
+    of all steps, `loss` the mean over the last steps in nats per token.
+
+    If the recipe names no number of sequences, the first steps try several: the smallest is taken
+    with which a step learns nearly as many tokens a second as with any.
     """
 
-    def __init__(self, objective: Objective, batches: TrainingBatches, spent: float = 0.0) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        batches: TrainingBatches,
+        spent: float = 0.0,
+        measuring: float = 0.0,
+    ) -> None:
         self.objective = objective
         self.batches = batches
         self.task = objective.task
@@ -291,18 +365,27 @@ class Training:
         self.tokens = 0
         self.seconds = 0.0
         recipe = self._recipe = self.task.recipe
-        self._budget = max(1.0, (recipe.seconds or 0.0) * (1 - _RESERVED_SHARE) - spent)
+        seconds = recipe.seconds or 0.0
+        reserved = max(_RESERVED_SHARE * seconds, _MEASURING_SHARE * measuring)
+        self._budget = max(1.0, seconds - reserved - spent)
+        self._tried: list[tuple[int, float]] = []  # sequences in a step, and tokens a second
+        self._is_trying = recipe.batch is None
         betas = (0.9, 0.95)
         self._optimizer = torch.optim.AdamW(
             self.trained.values(), lr=recipe.learning_rate, betas=betas, weight_decay=0.0
         )
         self._losses: list[float] = []  # of the last steps
+        self._step_seconds = 0.0  # of the last step
 
     @property
     def share(self) -> float:
         """The share of the budget (steps or seconds) that is used; 1 when it is spent."""
         steps = self._recipe.steps
-        return min(1.0, self.seconds / self._budget if steps is None else self.step / steps)
+        if steps is not None:
+            return min(1.0, self.step / steps)
+        # the step that would end more than half of itself too late is not begun
+        half_a_step = self._step_seconds / 2
+        return min(1.0, (self.seconds + half_a_step) / self._budget)
 
     @property
     def loss(self) -> float:
@@ -321,10 +404,18 @@ class Training:
             self.task.announce(f"resuming at step {self.step}")
         self.check_room()
         saved = time.monotonic()
+        begin = saved - self.seconds
         while self.share < 1:
             start = time.monotonic()
+            self._try_batch()
+            tokens = self.tokens
             self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
-            self.seconds += time.monotonic() - start
+            now = time.monotonic()
+            self._step_seconds = now - start
+            self.seconds = now - begin
+            if self._is_trying:
+                speed = (self.tokens - tokens) / max(self._step_seconds, 1e-9)
+                self._tried.append((self.batches.size, speed))
             if not math.isfinite(self.loss):
                 raise RunError(
                     f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate"
@@ -336,6 +427,20 @@ class Training:
                 saved = time.monotonic()
             if stop:
                 raise TrainingStopped
+
+    def _try_batch(self) -> None:
+        """Chooses the number of sequences of the next step, while several are tried: each twice, as
+        the first step of a size takes longer."""
+        if not self._is_trying:
+            return
+        number = len(self._tried) // 2
+        if number < len(_BATCHES) and self.seconds < _TRIAL_SHARE * self._budget:
+            self.batches.size = _BATCHES[number]
+            return
+        self._is_trying = False
+        best = max((speed for _, speed in self._tried), default=0.0)
+        fast = [size for size, speed in self._tried if speed >= _NEARLY * best]
+        self.batches.size = min(fast, default=_BATCHES[0])
 
     def advance(self) -> float:
         """Does one optimizer step. Returns the mean loss in nats per token."""
@@ -409,6 +514,7 @@ class Training:
             "weights": {name: weight.data for name, weight in self.trained.items()},
             "optimizer": self._optimizer.state_dict(),
             "numbers": (self.step, self.tokens, self.seconds, self._losses),
+            "choices": (self.batches.size, self._is_trying, self.objective.in_bfloat16),
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -428,6 +534,8 @@ class Training:
             weight.data.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds, self._losses = state["numbers"]
+        size, self._is_trying, self.objective.in_bfloat16 = state["choices"]
+        self.batches.size = size
 
 
 def divergence(

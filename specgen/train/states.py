@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import islice
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -35,6 +35,7 @@ from specgen.train.loop import (
     Taught,
     TrainingBatches,
     divergence,
+    held_out_agreement,
     pack,
 )
 from specgen.train.task import TrainingTask
@@ -314,6 +315,10 @@ class StatesObjective(Objective):
                 total -= float((weights * log_q).sum())
                 count += len(piece)
         return total / count if count else None
+
+    def measured(self, texts: Sequence[Text]) -> dict[str, Any]:
+        agreement, _ = held_out_agreement(texts, self.ranks_of)
+        return {"held_out_agreement": agreement, "cross_entropy": self.cross_entropy(texts)}
 
     @torch.no_grad()
     def states(self, batch: PackedBatch) -> TargetStates:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ class Recipe:
     trained.
 
     The budget is a number of optimizer `steps`, or `seconds`; training only an acceptance predictor
-    needs neither. A step uses `batch` sequences of `window` tokens. `self_text` is the share of the
+    needs neither. A step uses `batch` sequences of `window` tokens (None, with a budget in seconds:
+    their number is chosen by timing). `self_text` is the share of the
     sequences that hold text which the target generated or, in distillation, text with the target's
     predictions; the others hold corpus text. The default learning rate and batch size are those of
     EESD, Appendix C.
@@ -38,7 +40,7 @@ class Recipe:
     steps: int | None = None
     seconds: float | None = None
     learning_rate: float = 1e-3
-    batch: int = 64
+    batch: int | None = 64
     window: int = 2048
     self_text: float = 0.5
     seed: int = 0
@@ -53,7 +55,8 @@ class TrainingTask:
     subfolder `training`. `kept_text` is the folder where generated text is kept for further
     trainings of the same target; None: it is unfinished work too. `announce` is called with a line
     of text, `show` with a stage of the work, its share that is done (0 to 1) and its figures as
-    text. The training stops when `stop_requested` returns True.
+    text. The training stops when `stop_requested` returns True. `began` is when the work began, by
+    `time.monotonic`: a budget in seconds pays for loading the models too.
     """
 
     out: Path
@@ -64,6 +67,7 @@ class TrainingTask:
     announce: Callable[[str], None] = lambda _: None
     show: Callable[[str, float, str], None] = lambda *_: None
     stop_requested: Callable[[], bool] = lambda: False
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def folder(self) -> Path:

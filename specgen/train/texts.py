@@ -130,9 +130,9 @@ class TextGeneration:
     Many texts are generated in one pass over them all: on two cores three times as many tokens a
     second as any method that decodes one text (SmolLM2-135M: 142 against 51 with `adaptive`).
 
-    `seconds` is the time that this training has spent on generation, including the time before an
-    interruption. With a budget in steps, the texts depend only on the seed. The constructor raises
-    SpecgenError if a stored batch is damaged.
+    `seconds` is the time that this training has spent on generation, including the
+    `earlier_seconds` before an interruption. With a budget in steps, the texts depend only on the
+    seed. The constructor raises SpecgenError if a stored batch is damaged.
     """
 
     def __init__(self, target: LoadedModel, task: TrainingTask, uses: Sequence[Use]) -> None:
@@ -148,7 +148,7 @@ class TextGeneration:
         self._prompts = self._in_order()
         self._planned = self._limit = math.inf
         if recipe.steps is not None:
-            tokens = recipe.steps * recipe.batch * recipe.self_text / _EPOCHS
+            tokens = recipe.steps * (recipe.batch or 1) * recipe.self_text / _EPOCHS
             self._planned = 2 * max(1, round(tokens / (2 * self._at_once)))
         if recipe.seconds is not None:
             self._limit = recipe.seconds * (2 / 3 if self._only_predictor else _BUDGET_SHARE)
@@ -161,6 +161,7 @@ class TextGeneration:
         self._number = 0
         self.seconds = 0.0
         self._load()
+        self.earlier_seconds = self.seconds
         # another training has generated text already: more comes when text is what limits
         self._has_kept = task.kept_text is not None and self._number >= 2
 
