@@ -51,7 +51,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = cache(lambda: (None, reason))
     nothing()
     monkeypatch.setattr("specgen.engine.kernels.library._loaded", nothing)
-    monkeypatch.setattr("specgen.engine.kernels.operators._own_kernels", lambda: None)
+    monkeypatch.setattr("specgen.engine.kernels.operators.own_kernels", lambda: None)
 
 
 @pytest.fixture(scope="session")

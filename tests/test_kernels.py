@@ -37,6 +37,7 @@ from specgen.engine.kernels.packing import (
     rounded_to_4_bits,
     rounded_to_8_bits,
 )
+from specgen.engine.native.attention_mask import ChainSlots
 
 # outputs and inputs: odd ones, less than a vector, several blocks, a published model's
 SHAPES = [(1, 1), (50, 95), (100, 33), (192, 64), (576, 576)]
@@ -473,3 +474,17 @@ def test_an_unknown_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_library, "_features", lambda: INSTRUCTIONS["avx2"].features)
     with pytest.raises(SpecgenError, match="lacks these instructions"):
         kernel_library._chosen()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_slots_of_a_chain_are_those_up_to_its_tokens(window: int | None, causal: bool) -> None:
+    slots = ChainSlots(window, causal=causal)
+    bounds = ((0, 1), (3, 7), (2, 4), (255, 258), (900, 901))
+    made = [slots.rows(first, last).ranges for first, last in bounds]
+    for ranges, (first, last) in zip(made, bounds, strict=True):
+        tokens = range(first, last)
+        earliest = [0 if window is None else max(0, own + 1 - window) for own in tokens]
+        ends = [own + 1 if causal else last for own in tokens]
+        assert ranges.tolist() == [[*seen, 0, 0] for seen in zip(earliest, ends, strict=True)]
+        assert ranges.is_contiguous()

@@ -319,9 +319,8 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
         expected = torch.sigmoid(
             weights @ torch.cat((maps[min(position, positions) - 1] @ before, states[1]))
         )
-        torch.testing.assert_close(
-            part.made.predictor.score(states[1], position), expected, atol=1e-5, rtol=0
-        )
+        score = part.made.predictor.score(states[1], position)
+        assert score == pytest.approx(float(expected), abs=1e-5)
         logit = predictor.logits(predictor.offsets(before), states[1:], torch.tensor([position]))
         # training's form
         torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)

@@ -180,7 +180,7 @@ class HostChain:
     def append(
         self,
         logits: torch.Tensor,
-        predicted_acceptance: torch.Tensor | None,
+        predicted_acceptance: torch.Tensor | float | None,
         unpenalised: torch.Tensor | None,
     ) -> DraftedToken:
         """Adds a token chosen from the logits [vocabulary]: the likeliest in greedy decoding,
@@ -211,12 +211,12 @@ class HostChain:
             token = token_sampling.argmax_tokens(logits[None])[0]
         else:
             signals["prob"] = top_prob
+        if predicted_acceptance is not None:
+            signals["predicted_acceptance"] = float(predicted_acceptance)
         others = self._read - signals.keys()
         if others:
             drawn = torch.tensor(token, device=logits.device)
-            computed = token_sampling.signals(
-                others, logits, drawn, probs, predicted_acceptance, unpenalised
-            )
+            computed = token_sampling.signals(others, logits, drawn, probs, unpenalised=unpenalised)
             signals |= {name: value.item() for name, value in computed.items()}
         self.statistics.append((entropy, top_prob))
         self.tokens.append(token_sampling.valid_token(token, "draft"))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import AcceptancePredictor, DraftRunner, TargetRunner
 
-Scores = Callable[[torch.Tensor, int], torch.Tensor]
+Scores = Callable[[torch.Tensor, int], torch.Tensor | float]
 # the reason why a draft ended, if penalties forbid all tokens that the draft model has
 NO_CANDIDATES = "no candidates"
 
@@ -157,7 +157,7 @@ class DraftModelUser:
         predictor.begin(context)
         policy.seconds += perf_counter() - start
 
-        def score(hidden: torch.Tensor, position: int) -> torch.Tensor:
+        def score(hidden: torch.Tensor, position: int) -> torch.Tensor | float:
             start = perf_counter()
             probability = predictor.score(hidden, position)
             policy.seconds += perf_counter() - start

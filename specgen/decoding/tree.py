@@ -260,7 +260,8 @@ class TopKTreeDrafter(DraftModelUser):
         chosen, origins, likelihoods = self._likeliest(logits, [value for _, value in alive])
         score = None
         if scores is not None and tree.hidden is not None:
-            score = scores(tree.hidden.index_select(0, origins[:1])[0], position)[None]
+            score = torch.as_tensor(scores(tree.hidden.index_select(0, origins[:1])[0], position))
+            score = score[None]
         computed = tree.signals(read, logits, origins[:1], chosen[:1], score=score)
         columns = (chosen.float(), origins.float(), likelihoods)
         numbers = torch.cat((*columns, *(value.float() for value in computed.values()))).tolist()

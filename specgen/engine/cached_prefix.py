@@ -109,19 +109,24 @@ class CachedPrefix:
     def missing_passes(
         self, context: Context, draft: TreeNodes, last: int
     ) -> Iterator[ForwardPass]:
-        """Yields the forward passes over those tokens of context and draft, before index `last`,
+        """Returns the forward passes over those tokens of context and draft, before index `last`,
         that the KV cache lacks.
 
         A long prompt is run in chunks and reported to `prefill_reports`; the last pass runs the
         rest of the context and the draft. The caller must run each pass before it takes the next
         one: then the tokens of the pass count as cached, and the cache's length changes.
         """
-        length = len(context)
-        begin = self.committed
-        missing = min(last, length) - begin
+        missing = min(last, len(context)) - self.committed
         if missing <= min(PREFILL_CHUNK, _LEAST_REPORTED):
-            yield from self._passes(context, draft, last)
-            return
+            return self._passes(context, draft, last)
+        return self._reported_passes(context, draft, last, missing)
+
+    def _reported_passes(
+        self, context: Context, draft: TreeNodes, last: int, missing: int
+    ) -> Iterator[ForwardPass]:
+        """Yields the passes of `missing_passes`, and reports them; `missing` tokens of the context
+        are run."""
+        begin = self.committed
         prefill_reports.report(id(self), 0, missing)
         for forward_pass in self._passes(context, draft, last):
             done = self.committed - begin

@@ -156,9 +156,12 @@ class AcceptancePredictor(Protocol):
     def begin(self, context: Context) -> None:
         """Starts a draft after `context`."""
 
-    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns the probability, a scalar tensor, of the token at `position` of the draft (from
-        1), which was predicted from the hidden state `draft_hidden` [width]."""
+    def score(self, draft_hidden: torch.Tensor, position: int) -> torch.Tensor | float:
+        """Returns the probability of the token at `position` of the draft (from 1), which was
+        predicted from the hidden state `draft_hidden` [width].
+
+        It is a number on a CPU. Elsewhere it is a scalar tensor, for which the host need not wait.
+        """
         ...
 
 

@@ -41,7 +41,8 @@ class SeenSlots(NamedTuple):
 
 
 @cache
-def _own_kernels() -> Kernels | None:
+def own_kernels() -> Kernels | None:
+    """Returns the kernels of this process; None where there are none."""
     library = kernels()
     return None if library is None else Kernels(library)
 
@@ -51,7 +52,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     none: they compute in float32 on a CPU."""
     if device.type != "cpu" or dtype != torch.float32:
         return None
-    return _own_kernels()
+    return own_kernels()
 
 
 def _check(status: int) -> None:
@@ -71,6 +72,7 @@ class Kernels:
 
     def __init__(self, library: Library) -> None:
         self.library = library
+        self._threads = 0  # as last set; 0: not yet
         functions = library.functions
         self._product = functions.product
         self._rms_norm = functions.rms_norm
@@ -97,7 +99,9 @@ class Kernels:
 
     def use_threads(self, threads: int) -> None:
         """Sets how many threads share the work of a call."""
-        self.library.functions.set_threads(threads)
+        if threads != self._threads:
+            self.library.functions.set_threads(threads)
+            self._threads = threads
 
     def product(self, weight: PackedWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x W^T + bias: [n, in] -> [n, out]."""

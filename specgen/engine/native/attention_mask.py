@@ -91,16 +91,37 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
     return Ancestry(base, depths, bits[first - base :])
 
 
-def chain_slots(first: int, rows: int, window: int | None, *, causal: bool = True) -> SeenSlots:
-    """Returns the slots that `rows` tokens from cache index `first` on see, as a chain: those up to
-    their own, or without `causal` up to the last token's, in a sliding `window` the last ones
-    before them (None: no window)."""
-    ranges = torch.zeros(rows, 4, dtype=torch.int32)
-    own = torch.arange(first, first + rows, dtype=torch.int32)
-    ranges[:, 1] = own + 1 if causal else first + rows
-    if window is not None:
-        torch.clamp(own + 1 - window, min=0, out=ranges[:, 0])
-    return SeenSlots(ranges, _NO_SLOTS)
+class ChainSlots:
+    """The slots that the tokens of chains see: those up to their own, or without `causal` up to the
+    pass's last token's, in a sliding `window` the last ones before them (None: no window).
+
+    They are kept for all positions so far: making them anew takes seven times as long.
+    """
+
+    def __init__(self, window: int | None, *, causal: bool = True) -> None:
+        self._window = window
+        self._is_causal = causal
+        self._ranges = self._made(0)
+
+    def rows(self, first: int, last: int) -> SeenSlots:
+        """Returns the slots that the tokens with the cache indices `first` to `last` - 1 see."""
+        if last > self._ranges.shape[0]:
+            self._ranges = self._made(max(last, 2 * self._ranges.shape[0], 256))
+        ranges = self._ranges[first:last]
+        if not self._is_causal:
+            ranges = ranges.clone()
+            ranges[:, 1] = last
+        return SeenSlots(ranges, _NO_SLOTS)
+
+    def _made(self, length: int) -> torch.Tensor:
+        """Returns the ranges [`length`, 4] of the tokens of a causal chain."""
+        # tensors made in inference mode could not be used outside it
+        with torch.inference_mode(False):
+            ranges = torch.zeros(length, 4, dtype=torch.int32)
+            ranges[:, 1] = torch.arange(1, length + 1)
+            if self._window is not None:
+                ranges[:, 0] = (ranges[:, 1] - self._window).clamp_(min=0)
+        return ranges
 
 
 def tree_slots(tree: Ancestry, window: int | None) -> SeenSlots:

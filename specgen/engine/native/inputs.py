@@ -18,9 +18,9 @@ from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attend import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
 from specgen.engine.native.attention_mask import (
     AttentionMask,
+    ChainSlots,
     ancestry,
     chain_mask,
-    chain_slots,
     pass_mask,
     tree_slots,
 )
@@ -150,6 +150,7 @@ class InputMaker:
         self.tables = [
             None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds
         ]
+        self._chain_slots = [ChainSlots(kind.window, causal=kind.causal) for kind, _ in self.kinds]
         fits = architecture.score_cap is None and not architecture.sinks and not self._exact
         largest = max(kind.head_size or architecture.head_size for kind, _ in self.kinds)
         self._has_causal = fits and all(
@@ -229,15 +230,12 @@ class InputMaker:
         if exact:
             rows = self.padded(rows)
             end = -(-(first + rows) // KEY_BLOCK) * KEY_BLOCK
+        if self._has_kernels and cache is not None:
+            return self._of_chain_for_kernels(first, last, cache, long_rope)
         for (kind, device), table, group in zip(self.kinds, self.tables, self.groups, strict=True):
             rotation = (
                 None if table is None else table.rows(first, first + rows, long=long_rope)[:, None]
             )
-            if self._has_kernels and cache is not None:
-                seen = chain_slots(first, rows, kind.window, causal=kind.causal)
-                read = cache.entries_when_read(first, last)
-                made.append(KindInputs(rotation, None, read, seen))
-                continue
             start = (
                 0
                 if kind.window is None or exact or cache is None
@@ -259,11 +257,23 @@ class InputMaker:
                 )
             entries = None if cache is None else cache.entries(first, last, start, end)
             made.append(KindInputs(rotation, mask, entries))
-        place = None
-        if self._has_kernels and cache is not None:
-            place = CachePlace(cache, first)
         first_layer = 0 if cache is None else cache.first_layer
-        return PassInputs(rows, last - first, made, None, first_layer, exact, place=place)
+        return PassInputs(rows, last - first, made, None, first_layer, exact)
+
+    def _of_chain_for_kernels(
+        self, first: int, last: int, cache: KVBuffer, long_rope: bool
+    ) -> PassInputs:
+        """Returns the inputs of a pass over a chain for our own kernels, which pad nothing."""
+        entries = cache.entries_when_read(first, last)
+        made = []
+        for slots, table in zip(self._chain_slots, self.tables, strict=True):
+            rotation = None
+            if table is not None:
+                rotation = table.rows(first, last, long=long_rope)[:, None]
+            made.append(KindInputs(rotation, None, entries, slots.rows(first, last)))
+        rows = last - first
+        place = CachePlace(cache, first)
+        return PassInputs(rows, rows, made, None, cache.first_layer, place=place)
 
     def padded(self, count: int) -> int:
         """Returns the number of rows, padding included, with which `count` tokens are run; `count`

@@ -10,7 +10,7 @@ import torch
 
 from specgen.engine.forward_pass import LayerCall
 from specgen.engine.kernels.branches import KernelBranch, Program
-from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.kernels.operators import own_kernels
 from specgen.engine.native.inputs import PassInputs
 from specgen.engine.native.layer import NativeLayer
 
@@ -67,7 +67,7 @@ class LayerStack:
         """Runs a piece on the residual stream `hidden` [batch * rows, width]. Returns it; without
         gradients, `hidden` is changed."""
         if piece.program is not None and inputs.place is not None:
-            kernels = kernels_for(hidden.device, hidden.dtype)
+            kernels = own_kernels()
             assert kernels is not None
             cache, slot = inputs.place
             hidden = hidden.contiguous()

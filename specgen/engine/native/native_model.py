@@ -223,11 +223,14 @@ class NativeModel:
     def scaled(self, embeddings: torch.Tensor) -> torch.Tensor:
         return embeddings if self._embedding_scale == 1.0 else embeddings * self._embedding_scale
 
-    def norm_and_head(self, hidden: torch.Tensor, outer: OuterWeights) -> ModelOutput:
-        """Returns the output for hidden states [n, width] after the last layer: logits, and hidden
-        states after the final norm."""
+    def norm_and_head(
+        self, hidden: torch.Tensor, outer: OuterWeights, features: torch.Tensor | None = None
+    ) -> ModelOutput:
+        """Returns the output for hidden states [n, width] after the last layer: logits, hidden
+        states after the final norm, and `features`."""
         states = self.normed(hidden, outer.norm)
-        return ModelOutput(final_logits(self.architecture, outer.head(states)), states)
+        logits = final_logits(self.architecture, outer.head(states))
+        return ModelOutput(logits, states, features=features)
 
     def normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Returns hidden states [n, width] after the final norm, whose `weight` [width] contains
@@ -371,9 +374,12 @@ class NativeForward:
         first = 0  # of the rows that the LM head runs
         if self.outer is not None:
             first = max(0, inputs.rows - model.inputs.padded(inputs.rows - count + logits_to_keep))
-        logits, states, _, features, _ = self.run(hidden, inputs, first)
-        assert states is not None
+        output = self.run(hidden, inputs, first)
         kept = slice(0 if self.outer is None else count - logits_to_keep - first, count - first)
+        if kept == slice(0, inputs.rows - first):  # nothing was padded
+            return output
+        logits, states, _, features, _ = output
+        assert states is not None
         return ModelOutput(
             logits[kept], states[kept], features=None if features is None else features[:count]
         )
@@ -404,7 +410,8 @@ class NativeForward:
         hidden, features = self.run_layers(hidden, inputs)
         if self.outer is None:
             return ModelOutput(hidden, hidden)
-        return self.model.norm_and_head(hidden[first:], self.outer)._replace(features=features)
+        kept = hidden[first:] if first else hidden
+        return self.model.norm_and_head(kept, self.outer, features)
 
     def run_layers(
         self, hidden: torch.Tensor, inputs: PassInputs

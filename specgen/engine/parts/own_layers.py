@@ -17,6 +17,7 @@ draft grows, and dropped when the target itself runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -409,6 +410,7 @@ class ExitAcceptancePredictor:
     def __init__(self, target: _HoldsStates, predictor: Predictor) -> None:
         self.predictor = predictor
         self._target = target
+        self._weights = predictor.draft_weights.detach()
         self._offsets = torch.zeros(predictor.POSITIONS, device=target.device)
 
     def begin(self, context: Context) -> None:
@@ -421,16 +423,21 @@ class ExitAcceptancePredictor:
             hidden = torch.zeros_like(self.predictor.draft_weights)
         self._offsets = self.predictor.offsets(hidden)
 
-    def score(self, draft_hidden: Tensor, position: int) -> Tensor:
-        """Returns the predicted acceptance probability, a scalar tensor, of the token at `position`
-        of the draft (from 1).
+    def score(self, draft_hidden: Tensor, position: int) -> Tensor | float:
+        """Returns the predicted acceptance probability of the token at `position` of the draft
+        (from 1), as `AcceptancePredictor.score`.
 
         `draft_hidden` [width] is the exit layer's hidden state from which this token was predicted.
         `begin` has to be called before.
         """
-        weights = self.predictor.draft_weights
-        offset = self._offsets[min(position, len(self._offsets)) - 1]
-        return torch.sigmoid(draft_hidden.to(weights.dtype) @ weights + offset)
+        weights = self._weights
+        index = min(position, self.predictor.POSITIONS) - 1
+        hidden = draft_hidden.to(weights.dtype)
+        if not weights.is_cpu:
+            return torch.sigmoid(hidden @ weights + self._offsets[index])
+        # one number: NumPy takes three fifths of the time of torch
+        odds = float(hidden.numpy() @ weights.numpy()) + float(self._offsets[index])
+        return 1 / (1 + math.exp(min(-odds, 700.0)))  # more would overflow
 
 
 @dataclass(frozen=True)

@@ -250,6 +250,8 @@ class FeatureRunner(ModelRunner):
             kept if self._reduce is None else self._reduce(kept),
             self.cache.capacity,
         )
+        if output.features is None:
+            return output
         # they belong to all tokens of the pass, not to the rows of the logits
         return output._replace(features=None)
 
