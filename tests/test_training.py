@@ -540,6 +540,59 @@ def test_the_batch_is_chosen_by_timing_and_kept_when_training_goes_on(
     assert abs(second.step - 11 - (380 - first.seconds) / 2.4) < 1
 
 
+@pytest.mark.parametrize(("held_out", "is_short"), [(9.0, True), (0.0, False)])
+def test_text_is_generated_while_it_is_what_limits(
+    folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    held_out: float,
+    is_short: bool,
+) -> None:
+    """By a simulated clock on which every step takes a second: for as long as was trained since the
+    measurement before, and the last tenth of the budget is for steps. The budget is kept."""
+    target = opened(folder)
+    now = 0.0
+    asked = list[float]()
+
+    class Timed(Training):
+        def advance(self) -> float:
+            nonlocal now
+            now += 1.0
+            self.step += 1
+            return 3.0
+
+    def more(seconds: float) -> list[Text]:
+        nonlocal now
+        now += seconds
+        asked.append(seconds)
+        return written(target, [[5, 9], [7]], 12, greedy=True, part=Use.TRAIN)
+
+    recorder = Recorder()
+    recipe = replace(TINY, steps=None, seconds=100.0)
+    task = task_of(tmp_path, recipe, recorder, corpus=corpus_of(corpus, target))
+    made = objective("medusa", task, target)
+    monkeypatch.setattr(made, "progress", lambda _: (held_out, [0.5, 0.4]))
+    first = written(target, [[5, 9], [7]], 12, greedy=True, part=Use.TRAIN)
+    training = Timed(made, made.start(first), texts=first, more=more)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    training.run()
+    assert 95 <= training.seconds <= 96
+    assert training.step + sum(asked) == pytest.approx(training.seconds)
+    assert (
+        "agreement 50.0%, 1.70 tokens a pass (plain decoding: 1)" in recorder.shown["Training"][-1]
+    )
+    learning = training.learning
+    assert learning is not None
+    assert (learning.loss, learning.held_out_loss, learning.agreement) == (3.0, held_out, 0.5)
+    if is_short:
+        assert len(asked) >= 3
+        assert asked[0] == pytest.approx(10, abs=1)
+        assert sum(asked) < 0.55 * 95
+    else:
+        assert not asked
+
+
 def started(kind: str, folder: Path, corpus: Path, out: Path, recipe: Recipe = TINY) -> Training:
     target = opened(folder)
     made = objective(kind, task_of(out, recipe, corpus=corpus_of(corpus, target)), target)
@@ -637,6 +690,7 @@ def test_training_learns_and_the_figures_are_those_of_the_saved_weights(
 
     for module in ("exits", "distillation", "heads"):
         monkeypatch.setattr(f"specgen.train.{module}.held_out_agreement", recording)
+    monkeypatch.setattr(training_texts, "_CPU_BATCH", 64)
     own = weights_fingerprint(other)
     recorder = Recorder()
     recipe = replace(TINY, self_text=1.0, steps=60, learning_rate=4e-3, batch=8)

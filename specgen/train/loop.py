@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError  # of torch.load
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from specgen.base.errors import RunError, SpecgenError
 from specgen.base.files import whole_file, write_whole
+from specgen.base.part_verdict import Learning
 from specgen.engine.forward_pass import BatchPass
 from specgen.engine.loaded_model import LoadedModel
 from specgen.train.corpus import Use
@@ -53,6 +54,11 @@ _TRIAL_SHARE = 0.1
 _TIMED_PRODUCTS = 5
 _CLEARLY = 0.8  # of the time in float32
 _REPORTED_STEPS = 100  # steps in the mean loss that is reported
+_LATEST_STEPS = 10  # whose mean loss is compared with that of held-out text
+# shares of the budget at which held-out text is measured
+_MARKS = tuple(tenth / 10 for tenth in range(1, 11))
+_MARKS_OF_STEPS = (0.5, 0.9, 1.0)
+_MEASURED_SHARE = 0.1  # of a budget in seconds, for measuring
 _STATE_COPIES = 3  # the weights, and the optimizer's two means
 
 # Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the
@@ -139,13 +145,17 @@ class TrainingBatches:
         window: int | None = None,
     ) -> None:
         self._corpus = task.corpus
-        self._taught = taught
+        self._taught = list(taught)
         self._uses = uses
         recipe = task.recipe
         self.window = window or recipe.window
         self.size = recipe.batch or _BATCHES[0]  # sequences
         self._seed = recipe.seed
         self._share = 1.0 if task.corpus is None else recipe.self_text
+
+    def add(self, taught: Sequence[Taught]) -> None:
+        """Adds texts, of which the batches of later steps draw too."""
+        self._taught += taught
 
     def batch(self, step: int) -> PackedBatch:
         own = max(1, round(self.size * self._share)) if self._taught else 0
@@ -200,16 +210,25 @@ class Objective(ABC):
         self.parameters = {
             name: torch.nn.Parameter(weight.to(self.device)) for name, weight in weights.items()
         }
-        taught = [
-            Taught(text.ids, self.teacher(text), text.prompt_length)
-            for text in texts
-            if text.use == Use.TRAIN
-        ]
-        return TrainingBatches(self.task, taught, uses)
+        return TrainingBatches(self.task, self.learn(texts), uses)
 
     def teacher(self, text: Text) -> list[int]:
         """Returns the `teacher` values (PackedBatch) of a text's tokens."""
         return [IGNORED] * len(text.ids)
+
+    def progress(self, texts: Sequence[Text]) -> tuple[float, list[float]] | None:
+        """Returns the mean loss of some of the held-out texts, in nats a token, and the share of
+        right predictions by position in a draft (`held_out_agreement`). None where there are no
+        such texts, or if it cannot be measured during the training."""
+        return None
+
+    def learn(self, texts: Sequence[Text]) -> list[Taught]:
+        """Returns what is learned of further texts that the target has generated."""
+        return [
+            Taught(text.ids, self.teacher(text), text.prompt_length)
+            for text in texts
+            if text.use == Use.TRAIN
+        ]
 
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
@@ -285,9 +304,16 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
             batches,
             spent=generation.earlier_seconds + now - task.began,
             measuring=now - start,
+            texts=texts,
+            more=generation.more,
         )
+        before = generation.seconds
         training.run()
-        minutes = {"writing": generation.seconds / 60, "training": training.seconds / 60}
+        later = generation.seconds - before
+        minutes = {
+            "writing": generation.seconds / 60,
+            "training": (training.seconds - later) / 60,
+        }
         figures |= {
             "steps": training.step,
             "batch": training.batches.size,
@@ -295,6 +321,8 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
             "loss": training.loss,
             "minutes": minutes,
         }
+        if training.learning is not None:
+            figures["learning"] = asdict(training.learning)
     made = objective.finish(texts, figures)
     shutil.rmtree(task.folder, ignore_errors=True)
     return made
@@ -336,6 +364,19 @@ def is_faster_in_bfloat16(width: int) -> bool:
     return seconds[torch.bfloat16] < _CLEARLY * seconds[torch.float32]
 
 
+class Point(NamedTuple):
+    """What was measured during a training, when the `share` of its budget was used: after so many
+    `seconds` and trained `tokens`, the mean `loss` of the last steps, that of held-out text, and
+    the `agreement` on it by position in a draft."""
+
+    share: float
+    seconds: float
+    tokens: int
+    loss: float
+    held_out_loss: float
+    agreement: list[float]
+
+
 class Training:
     """An objective in training, with a state that is saved in the task's folder every minute and
     restored from there.
@@ -346,6 +387,12 @@ class Training:
 
     If the recipe names no number of sequences, the first steps try several: the smallest is taken
     with which a step learns nearly as many tokens a second as with any.
+
+    From time to time the held-out ones of `texts` are measured. Where text is what limits
+    (`Learning.needs_text`), and the budget is in seconds, the target then generates `more` text for
+    as long as was trained since the measurement before: `more` is called with a number of seconds
+    and returns texts. The two share the time in halves as long as that holds, and otherwise all of
+    it is for steps.
     """
 
     def __init__(
@@ -354,6 +401,8 @@ class Training:
         batches: TrainingBatches,
         spent: float = 0.0,
         measuring: float = 0.0,
+        texts: Sequence[Text] = (),
+        more: Callable[[float], Sequence[Text]] | None = None,
     ) -> None:
         self.objective = objective
         self.batches = batches
@@ -376,6 +425,11 @@ class Training:
         )
         self._losses: list[float] = []  # of the last steps
         self._step_seconds = 0.0  # of the last step
+        self._texts = texts
+        self._more = more
+        self._points: list[Point] = []
+        self._cost = 0.0  # seconds of a measurement
+        self._begin = 0.0  # of all steps, on the clock
 
     @property
     def share(self) -> float:
@@ -404,7 +458,7 @@ class Training:
             self.task.announce(f"resuming at step {self.step}")
         self.check_room()
         saved = time.monotonic()
-        begin = saved - self.seconds
+        self._begin = saved - self.seconds
         while self.share < 1:
             start = time.monotonic()
             self._try_batch()
@@ -412,7 +466,7 @@ class Training:
             self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
             now = time.monotonic()
             self._step_seconds = now - start
-            self.seconds = now - begin
+            self.seconds = now - self._begin
             if self._is_trying:
                 speed = (self.tokens - tokens) / max(self._step_seconds, 1e-9)
                 self._tried.append((self.batches.size, speed))
@@ -420,7 +474,10 @@ class Training:
                 raise RunError(
                     f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate"
                 )
-            self.task.show("Training", self.share, f"step {self.step}, loss {self.loss:.3f}")
+            if self._is_due():
+                self._measure()
+                self._generate(state)
+            self.task.show("Training", self.share, self._figures())
             stop = self.task.stop_requested()
             if stop or self.share == 1 or time.monotonic() - saved > _SAVE_SECONDS:
                 self.save(state)
@@ -441,6 +498,73 @@ class Training:
         best = max((speed for _, speed in self._tried), default=0.0)
         fast = [size for size, speed in self._tried if speed >= _NEARLY * best]
         self.batches.size = min(fast, default=_BATCHES[0])
+
+    @property
+    def learning(self) -> Learning | None:
+        """How far the training went between its last two measurements; None if nothing was
+        measured."""
+        if not self._points:
+            return None
+        last = self._points[-1]
+        before = self._points[-2] if len(self._points) > 1 else last
+        tokens = last.tokens - before.tokens
+        return Learning(
+            last.loss, last.held_out_loss, last.agreement[0], before.agreement[0], tokens
+        )
+
+    def _figures(self) -> str:
+        """Returns the figures to show: step, what was measured last, and the loss."""
+        shown = [f"step {self.step}"]
+        if self._points:
+            agreement = self._points[-1].agreement
+            shown.append(f"agreement {agreement[0]:.1%}")
+            shown.append(f"{tokens_per_pass(agreement):.2f} tokens a pass (plain decoding: 1)")
+        return ", ".join([*shown, f"loss {self.loss:.3f}"])
+
+    def _is_due(self) -> bool:
+        """Whether to measure: at fixed shares of the budget; of a budget in seconds not where that
+        would take more than `_MEASURED_SHARE` of the time since the last one, but for the last two
+        times."""
+        last = self._points[-1] if self._points else Point(0.0, 0.0, 0, 0.0, 0.0, [])
+        steps = self._recipe.steps is not None
+        passed = [
+            mark
+            for mark in (_MARKS_OF_STEPS if steps else _MARKS)
+            if last.share < mark <= self.share
+        ]
+        if not passed:
+            return False
+        is_long_ago = self._cost <= _MEASURED_SHARE * (self.seconds - last.seconds)
+        return steps or is_long_ago or passed[-1] >= _MARKS_OF_STEPS[-2]
+
+    def _measure(self) -> None:
+        start = time.monotonic()
+        found = self.objective.progress(self._texts)
+        now = time.monotonic()
+        self._cost = now - start
+        self.seconds = now - self._begin
+        if found is None or not found[1]:
+            return
+        latest = self._losses[-_LATEST_STEPS:]
+        loss = sum(latest) / len(latest)
+        self._points.append(Point(self.share, self.seconds, self.tokens, loss, *found))
+
+    def _generate(self, state: Path) -> None:
+        """Generates text if that is what limits. Saves the state before, because a stop may be
+        requested meanwhile."""
+        learning = self.learning
+        if learning is None or self._more is None or self._recipe.steps is not None:
+            return
+        last = self._points[-1]
+        if not learning.needs_text or last.share >= _MARKS_OF_STEPS[-2]:
+            return
+        before = self._points[-2].seconds if len(self._points) > 1 else 0.0
+        self.save(state)
+        until_last_marks = _MARKS_OF_STEPS[-2] * self._budget - self.seconds
+        seconds = min(last.seconds - before, until_last_marks)
+        self.batches.add(self.objective.learn(self._more(seconds)))
+        self.seconds = time.monotonic() - self._begin
+        self._points[-1] = last._replace(seconds=self.seconds)
 
     def advance(self) -> float:
         """Does one optimizer step. Returns the mean loss in nats per token."""
@@ -515,6 +639,7 @@ class Training:
             "optimizer": self._optimizer.state_dict(),
             "numbers": (self.step, self.tokens, self.seconds, self._losses),
             "choices": (self.batches.size, self._is_trying, self.objective.in_bfloat16),
+            "points": [tuple(point) for point in self._points],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -536,6 +661,7 @@ class Training:
         self.step, self.tokens, self.seconds, self._losses = state["numbers"]
         size, self._is_trying, self.objective.in_bfloat16 = state["choices"]
         self.batches.size = size
+        self._points = [Point(*point) for point in state.get("points", [])]
 
 
 def divergence(
@@ -629,6 +755,12 @@ def held_out_agreement(
             )
             tables.append(by_rank / by_rank.sum(dim=1, keepdim=True).clamp_min(1))
     return agreement, torch.stack(tables).mean(dim=0)[:, :RANKS].tolist() if tables else []
+
+
+def tokens_per_pass(agreement: Sequence[float]) -> float:
+    """Returns the expected tokens of a round with a draft of as many tokens as `agreement` has, of
+    which each is right with that share if all before it are: with the target's own token."""
+    return 1.0 + sum(math.prod(agreement[:length]) for length in range(1, len(agreement) + 1))
 
 
 def first_shares(agreement: dict[str, list[float] | None]) -> dict[str, float | None]:

@@ -47,6 +47,7 @@ _OUTSIDE = 1 << 20  # the rank of a token that the head does not know
 _KEPT_SHARE = 0.25  # of the free memory, for what is kept of the target's passes
 _COUNTED = 400  # pieces of corpus text in which tokens are counted, each of so many tokens
 _COUNTED_TOKENS = 256
+_PROGRESS_TOKENS = 1024  # of held-out answers, for the figures during the training
 _MEASURED_TOKENS = 4096  # of held-out text, for the figures before the first step
 
 
@@ -178,12 +179,16 @@ class StatesObjective(Objective):
 
     def _keep(self, texts: Sequence[Text]) -> None:
         """Runs the target on the texts and keeps what is read and learned of it, of as many texts
-        as memory allows."""
+        as memory allows. Those that are kept already stay."""
+        texts = [text for text in texts if id(text) not in self._first_rows]
+        if not texts:
+            return
         each = (len(self.taps) + 1) * self.width * self.dtype.itemsize + 8 * TOP_K
         room = free_memory(torch.device("cpu"))
+        rows = [] if self._kept is None else [self._kept]
+        count = sum(len(part.hidden) for part in rows)
         most = len(texts) * self.task.recipe.window if room is None else _KEPT_SHARE * room / each
-        rows = list[KeptStates]()
-        count = 0
+        most += count
         for text in texts:
             if count + len(text.ids) > most:
                 break
@@ -291,6 +296,33 @@ class StatesObjective(Objective):
         if pieces:
             table[starts[chosen], depths[chosen]] = torch.cat(pieces)[chosen]
         return table
+
+    @torch.no_grad()
+    def progress(self, texts: Sequence[Text]) -> tuple[float, list[float]] | None:
+        """The loss is that of training; the agreement is on greedy text, if there is any."""
+        chosen = list[Text]()
+        count = 0
+        for text in sorted(texts, key=lambda text: not text.greedy):
+            if text.use == Use.HELD_OUT and count < _PROGRESS_TOKENS:
+                chosen.append(text)
+                count += len(text.ids) - text.prompt_length
+        total = 0.0
+        labelled = 0
+        for text in chosen:
+            whole = self.whole(text.ids, text.prompt_length, self.teacher(text))
+            labelled += int((whole.labels != IGNORED).sum())
+            rows, labels = self.outputs(whole, Random("held out"))
+            for start in range(0, len(rows), self.rows):
+                piece = slice(start, start + self.rows)
+                total += float(self.losses(rows[piece], *(label[piece] for label in labels)))
+        agreement, _ = held_out_agreement(chosen, self.ranks_of)
+        shares = agreement["greedy"] or agreement["sampled"]
+        return (total / labelled, shares) if labelled and shares else None
+
+    def learn(self, texts: Sequence[Text]) -> list[Taught]:
+        if not self.reads_cache:
+            self._keep(texts)
+        return super().learn(texts)
 
     @torch.no_grad()
     def cross_entropy(self, texts: Sequence[Text]) -> float | None:
