@@ -57,17 +57,30 @@ def test_what_is_faster_than_plain_decoding_and_all_untrained_methods_pays(
 
 
 @pytest.mark.parametrize(
-    ("loss", "held_out", "before", "said"),
+    ("loss", "held_out", "before", "tokens", "said"),
     [
-        (2.0, 2.5, 0.19, "more text is what would help (agreement rose 0.40 points in the last"),
-        (2.0, 2.1, 0.19, "more time is what would help (agreement rose 0.40 points in the last"),
-        (2.0, 2.1, 0.21, "neither more text nor more time of this training would help much"),
+        (
+            2.0,
+            2.5,
+            0.19,
+            5000,
+            "more text is what would help (agreement rose 0.40 points in the last",
+        ),
+        (
+            2.0,
+            2.1,
+            0.19,
+            5000,
+            "more time is what would help (agreement rose 0.40 points in the last",
+        ),
+        (2.0, 2.1, 0.21, 5000, "neither more text nor more time of this training would help much"),
+        (24.9, 13.4, 0.21, 0, "more time is what would help: it ended before"),
     ],
 )
 def test_what_would_help_follows_from_the_losses(
-    loss: float, held_out: float, before: float, said: str
+    loss: float, held_out: float, before: float, tokens: int, said: str
 ) -> None:
-    learned = Learning(loss, held_out, 0.21, before, 5000)
+    learned = Learning(loss, held_out, 0.21, before, tokens)
     assert str(learned).startswith(said)
 
 

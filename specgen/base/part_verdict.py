@@ -124,6 +124,8 @@ class Learning:
         return self.held_out_loss - self.loss > TEXT_IS_SHORT
 
     def __str__(self) -> str:
+        if not self.tokens:
+            return "more time is what would help: it ended before its progress could be measured"
         gained = self.agreement - self.agreement_before
         if self.needs_text:
             helps = "more text is what would help"
