@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_helpers import opened, train_command, trained, written
+from training_helpers import (
+    TINY,
+    Recorder,
+    objective,
+    opened,
+    task_of,
+    train_command,
+    trained,
+    written,
+)
 
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import text_pass
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.transformers.loading import load_module
-from specgen.train.corpus import Use
+from specgen.train import distillation
+from specgen.train.corpus import Corpus, Use
 from specgen.train.joined_layers import chosen_layers, join, joined_draft
 from specgen.train.texts import Text
 
@@ -104,6 +115,30 @@ def test_without_a_draft_the_command_trains_layers_of_the_target(
     assert torch.equal(own[EMBEDDING], theirs[EMBEDDING]), "the embedding is not trained"
     first = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(own[first], theirs[first])
+
+
+def test_the_loss_compares_the_likely_tokens_alone(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "_COMPARED_TOKENS", 70)
+    recorder = Recorder()
+    prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
+    task = task_of(tmp_path, TINY, recorder, prompts=Corpus(prompts))
+    trained_draft = objective("sd", task, target, None)
+    texts = written(target, prompts, 60, greedy=True, part=Use.TRAIN)
+    batch = trained_draft.start(texts).batch(0)
+    outputs, labels = trained_draft.outputs(batch, Random(0))
+    assert outputs.shape[-1] == trained_draft.vocabulary == 70
+    numbers = trained_draft.batches.top_k_ids
+    assert numbers.min() == -1, "most of a token's 64 likeliest are not compared"
+    assert numbers.max() < 70
+    likeliest = (numbers[:, 0] >= 0).float().mean()
+    assert likeliest > 0.5
+
+    trained_draft.losses(outputs, *labels).backward()
+    weights = dict(trained_draft._module.named_parameters())
+    assert weights["model.layers.3.mlp.up_proj.weight"].grad.isfinite().all()
+    assert weights[EMBEDDING].grad is None
 
 
 def test_a_target_with_too_few_layers_is_refused(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ _READ_FACTOR = 2  # corpus texts that the target predicts, for each text that it
 _READ_SHARE = 0.1  # that takes at most this share of a budget in seconds
 # the models are compared where the target's probability on the overlap is at least this
 _MIN_MASS = 0.05
+_COMPARED_TOKENS = 8192  # at most, where the draft has the target's own LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -188,10 +189,9 @@ class DraftObjective(Objective):
                 module.requires_grad_(False)
         self.parameters = dict(self._module.named_parameters())
         self.vocabulary = self._module.get_output_embeddings().weight.shape[0]
-        self.rows = max(
-            _MIN_PIECE,
-            (_CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS) // self.vocabulary,
-        )
+        self.rows = self._rows_at_once()
+        self._compared: Tensor | None = None  # the tokens of the loss; None: all
+        self._numbers: Tensor | None = None  # each token's place among these, -1 if it is none
         self.off_overlap = off_overlap(draft.translation, self.vocabulary)
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
@@ -225,23 +225,58 @@ class DraftObjective(Objective):
         self.batches = DraftBatches(
             self.task, taught, self.draft.translation, self.draft.context_limit
         )
+        if self._is_joined:
+            self._reduce_head()
         self._before = self.agreement()
         return self.batches
 
+    @torch.no_grad()
+    def _reduce_head(self) -> None:
+        """Limits the loss to the tokens that the target finds likely in the training text: the LM
+        head of all tokens would take most of a step. A draft whose logits are not just its LM
+        head's products keeps all."""
+        ids = self.batches.top_k_ids.long()
+        probs = self.batches.top_k_log_probs.exp()
+        mass = torch.bincount(ids.flatten(), probs.flatten().double(), minlength=self.vocabulary)
+        count = min(_COMPARED_TOKENS, int((mass > 0).sum()))
+        compared = mass.topk(count).indices.sort().values.to(self.device)
+        some = ids[:8, 0][None].to(self.device)
+        full = self._module(input_ids=some, use_cache=False).logits[..., compared]
+        states = self._module.get_decoder()(input_ids=some, use_cache=False).last_hidden_state
+        head = self._module.get_output_embeddings().weight[compared]
+        if not torch.allclose(F.linear(states, head), full, rtol=1e-3, atol=1e-3):
+            return
+        self._compared = compared
+        self._numbers = torch.full((self.vocabulary,), -1, device=self.device)
+        self._numbers[compared] = torch.arange(count, device=self.device)
+        self.batches.top_k_ids = self._numbers.cpu()[ids]
+        self.vocabulary = count
+        self.rows = self._rows_at_once()
+
+    def _rows_at_once(self) -> int:
+        most = _CPU_LOGITS if self.device.type == "cpu" else MAX_LOGITS
+        return max(_MIN_PIECE, most // self.vocabulary)
+
     def outputs(self, batch: PackedBatch, rng: Random) -> tuple[Tensor, Labels]:
-        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, and as their
-        labels the batch's `labels` and `teacher`."""
+        """Returns the draft's logits [tokens, vocabulary] for all tokens of the batch, in the
+        vocabulary of the loss, and as their labels the batch's `labels` and `teacher`."""
         mask = self._masks(
             AttentionMask(~batch.forward_pass().visible, batch.positions, batch.positions),
             self.dtype,
         )
+        inputs = {
+            "input_ids": batch.ids,
+            "attention_mask": mask,
+            "position_ids": batch.positions,
+            "use_cache": False,
+        }
         with self.autocast():
-            logits: Tensor = self._module(
-                input_ids=batch.ids,
-                attention_mask=mask,
-                position_ids=batch.positions,
-                use_cache=False,
-            ).logits
+            if self._compared is None:
+                logits: Tensor = self._module(**inputs).logits
+            else:
+                states = self._module.get_decoder()(**inputs).last_hidden_state
+                head = self._module.get_output_embeddings().weight[self._compared]
+                logits = F.linear(states, head)
         return logits.flatten(0, 1), (batch.labels.flatten(), batch.teacher.flatten())
 
     def losses(self, outputs: Tensor, *labels: Tensor) -> Tensor:
@@ -258,8 +293,16 @@ class DraftObjective(Objective):
             table[rows].to(logits.device)
             for table in (self.batches.top_k_ids, self.batches.top_k_log_probs)
         )
+        following = tokens[is_untaught]
+        if self._numbers is not None:
+            with_common = (top_k_ids >= 0).any(dim=-1).nonzero()[:, 0]
+            taught, top_k_ids, log_probs = (
+                each.index_select(0, with_common) for each in (taught, top_k_ids, log_probs)
+            )
+            following = self._numbers[following]
+            following = following.masked_fill(following < 0, IGNORED)
         loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
-        return loss + F.cross_entropy(untaught, tokens[is_untaught], reduction="sum")
+        return loss + F.cross_entropy(untaught, following, reduction="sum", ignore_index=IGNORED)
 
     def agreement(self) -> dict[str, float | None]:
         """Returns, for `greedy` and for `sampled` text, the share of tokens for which draft and
