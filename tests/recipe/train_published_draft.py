@@ -8,6 +8,9 @@ joined by least squares, with its embedding and its LM head, distilled on its ow
 Each takes a single thread (OMP_NUM_THREADS=1); a CPU with AMX is many times as fast as others.
 While `train` runs, `text` may run beside it. `train` prints the agreement with the greedy answers
 to held-out prompts, and what share of the tokens that it drafts in threes is accepted.
+
+The file in `tests/data` read 1.5 million tokens, of 0.6 million of text: 42 % agree with the
+held-out answers and 21 % are accepted. Text is what limits: on its own, 56 % agree.
 """
 
 from __future__ import annotations
