@@ -172,9 +172,9 @@ def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: 
         assert torch.equal(found.outputs, hidden[found.sources - found.depths - 1])
     training = Training(head, head.begin(head.parameters, [], (Use.TRAIN,)))
     before = loss_of_first_batch(training)
-    for _ in range(16):
+    for _ in range(8):
         training.advance()
-    assert loss_of_first_batch(training) < 0.97 * before
+    assert loss_of_first_batch(training) < 0.99 * before
     assert all(moment["exp_avg"].abs().max() > 0 for moment in training._optimizer.state.values())
 
 
