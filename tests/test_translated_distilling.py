@@ -159,7 +159,7 @@ def test_rows_have_the_targets_predictions_in_the_drafts_ids(
     batches = started(folders, texts).batches
     assert batches.window > TINY.window, "as many of the target's tokens"
     to_draft = torch.tensor([*translation.target_to_draft, *[-1] * VOCABULARY], dtype=torch.int)
-    for text, (taught, teacher) in zip(texts, batches._taught, strict=True):
+    for text, (taught, teacher, _) in zip(texts, batches._taught, strict=True):
         found = predicted(target, text)
         is_read = text.prompt_length == len(text.ids)  # its first tokens are then taken as a prompt
         ids, positions = translate(translation, text.ids, 1 if is_read else text.prompt_length)
@@ -199,14 +199,24 @@ def test_the_command_distils_across_tokenizers(folders: tuple[Path, Path], tmp_p
     corpus.write_text(
         "\n".join(" ".join(rng.choices(WORDS, k=12)) for _ in range(200)), encoding="utf-8"
     )
-    sizes = ["--steps", "6", "--json", "--self-text", "1", "--learning-rate", "0.003"]
+    sizes = [
+        "--steps",
+        "30",
+        "--json",
+        "--self-text",
+        "1",
+        "--learning-rate",
+        "0.01",
+        "--seed",
+        "3",
+    ]
     result = trained(
         train_command(
             "sd", corpus, tmp_path / "out", "-t", str(folders[0]), "-d", str(folders[1]), *sizes
         )
     )
     figures = json.loads(result.stdout)["figures"]
-    assert figures["steps"] == 6
+    assert figures["steps"] == 30
     assert figures["agreement"]["sampled"] > figures["agreement_before"]["sampled"]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (
         folders[1] / "tokenizer.json"
