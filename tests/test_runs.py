@@ -146,11 +146,13 @@ def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
         yield
         handle.remove()
     else:
-        layers = pair.models._target_runner._forward._layers  # type: ignore[attr-defined]
-        kept = layers[index]
-        layers[index] = (interrupt, layers[index][1])
+        stack = pair.models._target_runner._forward._stack  # type: ignore[attr-defined]
+        kept = stack._short, stack._layers
+        # the layers are called one by one
+        stack._short = [piece._replace(program=None) for piece in stack._long]
+        stack._layers = [*kept[1][:index], interrupt, *kept[1][index + 1 :]]
         yield
-        layers[index] = kept
+        stack._short, stack._layers = kept
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
