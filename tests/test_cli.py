@@ -77,7 +77,7 @@ def test_a_pipe_gets_the_text_alone_and_the_footer_goes_to_stderr() -> None:
     about, footer = filter(None, err.decode().splitlines())
     assert about == "demo pair, cpu float32, adaptive"
     assert re.fullmatch(
-        r"adaptive  \d+ tokens  decoding [\d.]+ tokens/s  prompt [\d,]+/s  \d+% accepted.*", footer
+        r"adaptive  \d+ tokens  decoding [\d,.]+ tokens/s  prompt [\d,]+/s  \d+% accepted.*", footer
     )
 
 
