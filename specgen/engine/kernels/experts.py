@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from specgen.engine.kernels.branches import LinearRuns
+from specgen.engine.kernels.branches import LinearRuns, address
 
 
 class _ExpertPart(ctypes.Structure):
@@ -32,8 +32,7 @@ class ExpertsWeight:
         for number, runs in enumerate(experts):
             column = 0
             for weight, bias in zip(runs.weights, runs.biases, strict=True):
-                address = None if bias is None else bias.data_ptr()
-                parts.append(_ExpertPart(number, weight.address, address, column))
+                parts.append(_ExpertPart(number, weight.address, address(bias), column))
                 column += weight.outputs
         self.count = len(parts)
         self._parts = (_ExpertPart * self.count)(*parts)

@@ -13,10 +13,9 @@ from torch.nn import functional
 from specgen.engine.kernels.branches import LinearRuns
 from specgen.engine.kernels.experts import ExpertsWeight
 from specgen.engine.kernels.operators import Kernels
-from specgen.engine.kernels.packing import pack_floats
 from specgen.engine.native.architecture import Architecture, Mixture
 from specgen.engine.native.inputs import PassInputs
-from specgen.engine.native.linear import KernelLinear, Linear, MakeLinear, Multiply
+from specgen.engine.native.linear import KernelLinear, Linear, MakeLinear, Multiply, unrounded
 from specgen.engine.native.mlp import (
     ACTIVATIONS,
     DenseMLP,
@@ -517,9 +516,8 @@ def _unrounded(
     from it and then rounded to float32 does not depend on the order of torch's operations.
     """
     if make_linear.kernels is not None:
-        packed = pack_floats(weight, make_linear.kernels.library)
-        linear = KernelLinear(make_linear.kernels, [packed], bias, 1.0)
-        return lambda x: linear(x).double()
+        product = unrounded(make_linear, weight, bias)
+        return lambda x: product(x).double()
     dtype = weight.dtype if make_linear.rounding is None else torch.float64
     columns = weight.to(dtype).t().contiguous()
     if bias is None:
