@@ -3,6 +3,7 @@ with odd sizes; and that a row's bits depend neither on other rows nor on the nu
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -329,6 +330,39 @@ def test_gated_activations(kernels: Kernels, activation: str, inner: int) -> Non
     x[1, 0] = -200.0
     gate, up = x.double().chunk(2, dim=1)
     assert is_close(kernels.gated(x, activation), functions[activation](gate) * up)
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 4099])
+@pytest.mark.parametrize("scale", [0.01, 9.0])
+def test_likeliest_token_and_statistics(kernels: Kernels, count: int, scale: float) -> None:
+    """Of rows with a gap between them; equal logits, impossible tokens, NaNs and infinities."""
+    logits = (random(5, count + 3) * scale - 300.0)[:, :count]
+    logits[1, count // 2] = 0.0
+    logits[1, -1] = 0.0
+    logits[2, :-1] = -torch.inf
+    logits[3, -1] = torch.nan
+    logits[4] = -torch.inf
+    logits[4, 0] = torch.inf
+    expected = [*logits[:3].argmax(1).tolist(), -1, 0]
+    assert kernels.likeliest(logits) == expected
+    for row, token in zip(logits[:3], expected, strict=False):
+        probs = row.double().softmax(0)
+        wanted = [float(torch.special.entr(probs).sum()), float(probs.max())]
+        found = kernels.statistics(row)
+        assert found[0] == token
+        assert found[1:] == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+    for broken in (*logits[3:], torch.full((count,), -torch.inf)):
+        token, *numbers = kernels.statistics(broken)
+        assert token == -1
+        assert all(map(math.isnan, numbers))
+
+
+@pytest.mark.parametrize("width", [1, 64, 95])
+def test_products_of_rows_with_a_vector(kernels: Kernels, width: int) -> None:
+    weights = random(3, width)
+    x = random(width, seed=1)
+    found = torch.tensor(kernels.dots(weights, x))
+    assert is_close(found, weights.double() @ x.double())
 
 
 @pytest.mark.parametrize("inputs", [64, 94])

@@ -73,6 +73,8 @@ INLINE vec v_above_0(vec a, vec then, vec otherwise)
     __mmask16 above = _mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ);
     return _mm512_mask_blend_ps(above, otherwise, then);
 }
+/* Bit i is 1 where element i of both is equal, which a NaN never is. */
+INLINE unsigned v_equal(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 INLINE void i_store_bytes(int8_t *p, ivec a) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(a)); }
 #else
 #define LANES 8
@@ -123,6 +125,10 @@ INLINE vec v_above_0(vec a, vec then, vec otherwise)
 {
     __m256 above = _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ);
     return _mm256_blendv_ps(otherwise, then, above);
+}
+INLINE unsigned v_equal(vec a, vec b)
+{
+    return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
 }
 INLINE void i_store_bytes(int8_t *p, ivec a)
 {
@@ -1257,6 +1263,91 @@ EXPORT int gated(const float *input, long rows, long input_stride, long inner, l
 {
     gate_call call = { input, input_stride, inner, kind, output, output_stride };
     in_threads(gate_chunk, &call, rows);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ choices of tokens */
+
+#define ALL_LANES ((1u << LANES) - 1)
+#define SUMMED_UP 1024 /* elements whose sum is rounded on its own */
+
+/* Logits of a row with `count` left; -inf in lanes after them. */
+INLINE vec v_load_logits(const float *p, long count)
+{
+    if (count >= LANES) return v_load(p);
+    float values[LANES];
+    for (int i = 0; i < LANES; i++) values[i] = i < count ? p[i] : -INFINITY;
+    return v_load(values);
+}
+
+/* The index of the first of the largest logits; -1 if there is a NaN. */
+static long likeliest_of(const float *logits, long count)
+{
+    vec largest = v_all(-INFINITY);
+    unsigned numbers = ALL_LANES;
+    for (long i = 0; i < count; i += LANES) {
+        vec part = v_load_logits(logits + i, count - i);
+        numbers &= v_equal(part, part);
+        largest = v_max(largest, part);
+    }
+    if (numbers != ALL_LANES) return -1;
+    vec top = v_all(v_largest(largest));
+    for (long i = 0;; i += LANES) {
+        unsigned equal = v_equal(v_load_logits(logits + i, count - i), top);
+        if (equal) return i + __builtin_ctz(equal);
+    }
+}
+
+/* For each row of `count` logits, the index of the first of the largest; -1 if there is a NaN. */
+EXPORT int likeliest(const float *logits, long rows, long count, long stride, int64_t *tokens)
+{
+    for (long row = 0; row < rows; row++) tokens[row] = likeliest_of(logits + row * stride, count);
+    return 0;
+}
+
+/* The likeliest token of `count` logits, and entropy (nats) and largest probability of their
+ * softmax: found[0] to found[2]. They are -1, NaN and NaN if there is a NaN, or if the largest
+ * logit is infinite. */
+EXPORT int statistics(const float *logits, long count, double *found)
+{
+    long token = likeliest_of(logits, count);
+    if (token < 0 || !isfinite(logits[token])) {
+        found[0] = -1;
+        found[1] = found[2] = NAN;
+        return 0;
+    }
+    const vec top = v_all(logits[token]);
+    double total = 0, weighted = 0;
+    for (long first = 0; first < count; first += SUMMED_UP) {
+        long last = first + SUMMED_UP < count ? first + SUMMED_UP : count;
+        vec weights = v_zero(), products = v_zero();
+        for (long i = first; i < last; i += LANES) {
+            vec shifted = v_sub(v_load_logits(logits + i, last - i), top);
+            vec weight = v_exp(shifted);
+            weights = v_add(weights, weight);
+            /* of an impossible token, 0 * -inf would be NaN */
+            products = v_fma(weight, v_max(shifted, v_all(-1e30f)), products);
+        }
+        total += v_sum(weights);
+        weighted += v_sum(products);
+    }
+    found[0] = (double)token;
+    found[1] = fabs(log(total) - weighted / total); /* rounding may leave either sign */
+    found[2] = 1 / total;
+    return 0;
+}
+
+/* found[i] is the product of `x` [width] with row i of `weights` [rows][width]. */
+EXPORT int dots(const float *weights, long rows, long width, const float *x, double *found)
+{
+    for (long row = 0; row < rows; row++) {
+        vec sum = v_zero();
+        for (long i = 0; i < width; i += LANES) {
+            vec weight = v_load_part(weights + row * width + i, width - i);
+            sum = v_fma(weight, v_load_part(x + i, width - i), sum);
+        }
+        found[row] = v_sum(sum);
+    }
     return 0;
 }
 

@@ -73,6 +73,9 @@ _ARGUMENTS = {
         *(_POINTER, _LONG),
     ],
     "gated": [_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _LONG],
+    "likeliest": [_POINTER, _LONG, _LONG, _LONG, _POINTER],
+    "statistics": [_POINTER, _LONG, _POINTER],
+    "dots": [_POINTER, _LONG, _LONG, _POINTER, _POINTER],
     "run_branches": [
         *(_POINTER, _LONG),
         *(_POINTER, _LONG, _LONG),

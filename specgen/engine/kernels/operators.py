@@ -79,6 +79,9 @@ class Kernels:
         self._rotate_and_write = functions.rotate_and_write
         self._attention = functions.attention
         self._gated = functions.gated
+        self._likeliest = functions.likeliest
+        self._statistics = functions.statistics
+        self._dots = functions.dots
         self._run_branches = functions.run_branches
         self._grouped_product = functions.grouped_product
         self._weighted_sums = functions.weighted_sums
@@ -268,6 +271,36 @@ class Kernels:
             )
         )
         return output
+
+    def likeliest(self, logits: Tensor) -> list[int]:
+        """Returns the likeliest token of each row of logits [n, vocabulary], the first of equal
+        ones; -1 if the row holds a NaN."""
+        rows, count = logits.shape
+        tokens = (ctypes.c_int64 * rows)()
+        _check(
+            self._likeliest(
+                logits.data_ptr(), rows, count, logits.stride(0), ctypes.addressof(tokens)
+            )
+        )
+        return list(tokens)
+
+    def statistics(self, logits: Tensor) -> tuple[int, float, float]:
+        """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest
+        probability of their softmax; -1 and NaNs if the logits hold a NaN or no finite maximum."""
+        found = (ctypes.c_double * 3)()
+        _check(self._statistics(logits.data_ptr(), len(logits), ctypes.addressof(found)))
+        token, entropy, top_prob = found
+        return int(token), entropy, top_prob
+
+    def dots(self, weights: Tensor, x: Tensor) -> list[float]:
+        """Returns the products of `x` [width] with the rows of `weights` [n, width], which are
+        contiguous. For a few numbers, much of torch's time goes by before it computes."""
+        rows, width = weights.shape
+        found = (ctypes.c_double * rows)()
+        _check(
+            self._dots(weights.data_ptr(), rows, width, x.data_ptr(), ctypes.addressof(found))
+        )
+        return list(found)
 
     def run(
         self,
