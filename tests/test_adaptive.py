@@ -21,7 +21,7 @@ from pair_helpers import case_of, knowledge, pair_of_models
 from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
-from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import FURTHER_TOKEN, CostTable, Curve, RoundCosts
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
 from specgen.decoding.policy_base import DraftedToken
@@ -49,7 +49,11 @@ UNSURE = {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
 LIKELY = {"entropy": 0.6, "top_prob": 0.8, "prob": 0.8}
 CHEAP = DraftingCosts(0.05, 0.01)
 # tokens, blocks, lookup
-GUESSES = DraftingCosts(0.15, 0.03), DraftingCosts(0.01, 0.03, 0.4), DraftingCosts(0.0, 0.03)
+GUESSES = (
+    DraftingCosts(0.15, FURTHER_TOKEN),
+    DraftingCosts(0.01, FURTHER_TOKEN, 0.4),
+    DraftingCosts(0.0, FURTHER_TOKEN),
+)
 
 
 def policy(

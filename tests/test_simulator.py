@@ -16,15 +16,16 @@ from scripted_models import TableRunner
 from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 
 import specgen
+from specgen.base.settings import written
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import FURTHER_TOKEN, LONG_COPIES, CostTable, Curve, RoundCosts
 from specgen.decoding.token_sampling import warp
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods.learned_drafting import Acceptance
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
 from specgen.tune import remembered
-from specgen.tune.outcome import Deadline
+from specgen.tune.outcome import Deadline, grid
 from specgen.tune.remembered import DrawnRunner, MemoisedRunner
 from specgen.tune.round_timing import ReferenceOutput, costs_of, record_reference, time_rounds
 from specgen.tune.simulator import Simulator, run_seed
@@ -146,6 +147,32 @@ def test_no_pass_is_computed_twice_if_its_output_is_kept(
     with patch.object(ModelRunner, "logits", autospec=True, side_effect=ModelRunner.logits) as ran:
         assert [made.run(name, given).token_ids for name, given in tried] == first
     assert (ran.call_count == 0) == (memory > 0) == bool(made._kept)
+
+
+@pytest.mark.parametrize(
+    ("method", "text", "is_long"),
+    [("lookup", 48, True), ("suffix", 72, True), ("lookup", 6, False)],
+)
+def test_where_long_texts_are_copied_long_drafts_are_expected_to_be_fastest(
+    near: Pair, method: str, text: int, is_long: bool
+) -> None:
+    """With the costs of passes that the kernels have. The prompt's `text` tokens come again, then
+    all others."""
+    every = [*range(3, 96)]
+    copied = every[:text]
+    output = [*copied[1:], *reversed(every[text:])]
+    reference = ReferenceOutput([*copied, copied[0]], output, len(output), frozenset(), 1.0, 99.0)
+    passes = {width: 1 + FURTHER_TOKEN * (width - 1) for width in (1, 2, 1 + max(LONG_COPIES))}
+    costs = RoundCosts(CostTable({64: Curve({0: 0.0})}), CostTable({64: Curve(passes)}))
+    made = Simulator(near, [reference], GREEDY, {"echo": costs})
+    speeds = {
+        written(method, given): made.run(method, given).tokens_per_second or 0
+        for given in grid(method)
+    }
+    fixed = {name: speed for name, speed in speeds.items() if "k=" in name}
+    fastest = max(fixed, key=lambda name: fixed[name])
+    chosen = int(fastest.partition("k=")[2].partition(":")[0])
+    assert (chosen in LONG_COPIES) == is_long, fastest
 
 
 def test_in_sampling_a_seed_makes_the_same_run(near: Pair) -> None:

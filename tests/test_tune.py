@@ -26,7 +26,7 @@ from specgen.base.settings import written
 from specgen.base.types import Context
 from specgen.cli.app import app
 from specgen.compare.prompts import ListedPrompt, load_prompts
-from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel
+from specgen.decoding.costs import LONG_COPIES, CostTable, Curve, RoundCosts, SpeedupModel
 from specgen.engine.model_runner import ModelRunner, time_passes
 from specgen.methods import METHODS, distance_from_defaults, resolve, skip_search
 from specgen.pair import profile as profiles
@@ -48,6 +48,7 @@ from specgen.tune.outcome import (
 )
 from specgen.tune.real_runs import PlainSpeed, RealRuns
 from specgen.tune.round_timing import (
+    LENGTHS,
     ReferenceOutput,
     measure_costs,
     record_reference,
@@ -108,6 +109,12 @@ def test_real_rounds_of_each_kind_are_timed(near: Pair) -> None:
     assert (set(costs), set(failures)) == ({"echo", "model", "parallel"}, {"exit"})
     alone = costs["echo"].verification_cost
     model = costs["model"]
+    widest = [
+        max(max(curve.points) for curve in kind.verification_cost.curves.values())
+        for kind in (costs["echo"], model)
+    ]
+    room = [length for length in LONG_COPIES if 4 * length <= near.target.context_limit]
+    assert widest == [1 + max(room), 1 + max(LENGTHS)], "copied drafts are longer"
     ((_, drafting),) = model.draft_cost.curves.items()
     assert drafting.points[0] == 0
     assert all(seconds > 0 for length, seconds in drafting.points.items() if length)

@@ -14,6 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WIDTHS = tuple(range(1, 17))  # tokens per timed target pass: drafts of up to 15 tokens
+LONG_COPIES = (24, 32, 48)  # tokens of longer drafts, which are tried where a draft is a copy
+# Costs where nothing was measured, in target passes over one token.
+# Of a further token of a pass: in `tests/bench/measure_passes.py` (SmolLM2-135M), passes over 8
+# tokens take 1.3 to 1.7 times as long as over one with AVX-512 (0.045 to 0.1 a further token), 1.6
+# to 2.3 times with AVX2, and 1.5 times on torch.
+FURTHER_TOKEN = 0.06
+LEAST_DRAFT_PASS = 0.05  # a pass of a much smaller draft model takes no less
 # per-token acceptance probabilities that reports list
 ACCEPTANCES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.measuring import Sample
+from specgen.decoding.costs import FURTHER_TOKEN, LEAST_DRAFT_PASS
 from specgen.methods.learned_drafting import (
     AdaptiveInputs,
     DraftingCosts,
@@ -37,9 +38,8 @@ COPYING = "echo"
 DRAFTING = "drafting"  # the kind of measurements that are costs of drafting
 _FEWEST_ROUNDS = 8  # from which learned costs are stored
 _LARGEST_FACTOR = 1.5  # between stored and learned costs, above which the learned ones are stored
-_GUESS = DraftingCosts(0.15, 0.03)
-_BLOCK_GUESS = DraftingCosts(0.01, 0.03, 0.4)
-_LEAST_COST = 0.05  # target passes: a draft pass of a much smaller model takes no less time
+_GUESS = DraftingCosts(0.15, FURTHER_TOKEN)
+_BLOCK_GUESS = DraftingCosts(0.01, FURTHER_TOKEN, 0.4)
 _COST_SETTINGS = ("draft_cost", "verify_cost")
 # settings that change how long a draft takes
 _SHAPES = ("width", "depth", "nodes", "cape", "drafts", "beams", "skip", "exit", "head")
@@ -190,7 +190,7 @@ def draft_cost(models: Models) -> float:
     assert draft is not None
     if draft.device.type != models.target.device.type:
         return _GUESS.draft
-    return max(_LEAST_COST, _bytes_of_a_pass(draft) / _bytes_of_a_pass(models.target))
+    return max(LEAST_DRAFT_PASS, _bytes_of_a_pass(draft) / _bytes_of_a_pass(models.target))
 
 
 def _guess(case: DraftingCase) -> DraftingCosts:

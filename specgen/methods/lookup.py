@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specgen.base.settings import Setting
 from specgen.base.types import Context, Draft
+from specgen.decoding.costs import LONG_COPIES
 from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, LengthPolicy, extend_draft
 from specgen.methods.base import Method, Tuning, make_run, make_setup
 from specgen.methods.drafting_knowledge import COPYING
@@ -129,6 +130,7 @@ def ngram_setting(default: int) -> dict[str, Setting]:
 
 
 _NGRAMS = (1, 2, 3, 4)
+_LENGTHS = (1, 2, 3, 4, 6, 8, 10, 15, *LONG_COPIES)
 
 
 class PromptLookup(Method):
@@ -144,7 +146,7 @@ class PromptLookup(Method):
         recorded=True,
         own_cost_kind=COPYING,
         # with the policy `adaptive`, and `fixed`
-        grids=({"ngram": _NGRAMS}, {"k": (1, 2, 3, 4, 6, 8, 10, 15), "ngram": _NGRAMS}),
+        grids=({"ngram": _NGRAMS}, {"k": _LENGTHS, "ngram": _NGRAMS}),
     )
 
     def start(self, models: Models, request: Request) -> Run:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 from specgen.base.errors import SpecgenError
 from specgen.base.settings import Setting, Settings
 from specgen.base.types import Context, Draft, SamplingParams
+from specgen.decoding.costs import LONG_COPIES
 from specgen.decoding.policy_base import (
     MATCH_LENGTH,
     DraftedToken,
@@ -350,7 +351,11 @@ class SuffixDecoding(Method):
         "suffix",
         recorded=True,
         own_cost_kind=COPYING,
-        grids=({"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},),
+        # with the policy `adaptive`, and `fixed`
+        grids=(
+            {"min_prob": (0.05, 0.1, 0.2, 0.4), "factor": (1.0, 2.0, 4.0)},
+            {"k": (15, *LONG_COPIES)},
+        ),
     )
 
     def start(self, models: Models, request: Request) -> Run:

@@ -28,7 +28,7 @@ from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import EXIT, HEADS, MTP, ONE_PASS
 from specgen.base.part_verdict import PartVerdict
 from specgen.base.schema import parse_yaml, read_text
-from specgen.decoding.costs import SpeedupModel
+from specgen.decoding.costs import FURTHER_TOKEN, LEAST_DRAFT_PASS, WIDTHS, SpeedupModel
 from specgen.engine.gguf.file import is_gguf
 from specgen.engine.gguf.naming import gguf_models
 from specgen.engine.loaded_model import LoadedModel
@@ -52,9 +52,6 @@ ASSUMED = 0.6
 ASSUMED_OF_OTHERS = 0.4
 ASSUMED_OF_HEADS = 0.7
 LEAST_GAIN = 1.1  # expected speedup from which a model drafts without being named
-# of a target pass: a draft pass of a smaller model takes no less time, and it guesses worse
-LEAST_COST = 0.05
-WIDER = 0.03  # of a target pass, for each further token of it
 _PUBLISHED = (  # target's name, drafters that were published for it, and where this is said
     (
         r"llama-?3\.1-8b-instruct",
@@ -96,10 +93,10 @@ class Found:
     @property
     def speedup(self) -> float:
         """The expected speedup over plain decoding at the best draft length."""
-        passes = {width: 1 + WIDER * (width - 1) for width in range(1, 12)}
-        return SpeedupModel(passes, max(self.cost, LEAST_COST), 0, self.kind in ONE_PASS).best(
-            self.acceptance
-        )[1]
+        passes = {width: 1 + FURTHER_TOKEN * (width - 1) for width in WIDTHS}
+        return SpeedupModel(
+            passes, max(self.cost, LEAST_DRAFT_PASS), 0, self.kind in ONE_PASS
+        ).best(self.acceptance)[1]
 
     def as_dict(self) -> dict[str, Any]:
         own = {

@@ -21,7 +21,7 @@ from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.measuring import distinct_ids
 from specgen.base.types import Context, Round, SamplingParams
-from specgen.decoding.costs import CostTable, Curve, RoundCosts
+from specgen.decoding.costs import LONG_COPIES, CostTable, Curve, RoundCosts
 from specgen.decoding.drafting import UnrelatedDrafter
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
@@ -38,8 +38,15 @@ if TYPE_CHECKING:
     from specgen.pair.pair import Pair
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15)  # drafted tokens; the target's pass covers one more
-# draft lengths to time: fewer for a slower target
-_SWEEPS = (LENGTHS, (1, 2, 4, 8, 15), (1, 4, 12), (2, 8))
+# Draft lengths to time, and further ones of copied drafts: fewer for a slower target.
+_SWEEPS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    (LENGTHS, LONG_COPIES),
+    ((1, 2, 4, 8, 15), LONG_COPIES[1:]),
+    ((1, 4, 12), LONG_COPIES[1:2]),
+    ((2, 8), ()),
+)
+_ROWS_A_PASS = 4  # so many further tokens of a target pass take about as long as a pass, at most
+_COPIED_SHARE = 4  # a copied draft is timed if the context has room for so many
 MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
 _UNRELATED = 256  # tokens that are drafted in turn while the target alone is timed
@@ -279,10 +286,9 @@ def measure_costs(
     prompt = reference.prompt_ids[: max(1, min(limits) // 2)]
     seconds = deadline.left / len(kinds)
     token_seconds = reference.seconds / len(reference.token_ids)
-    fitting = (
-        sweep for sweep in _SWEEPS if token_seconds * (4 * len(sweep) + sum(sweep)) < seconds / 2
-    )
-    lengths = next(fitting, _SWEEPS[-1])
+    fitting = (sweep for sweep in _SWEEPS if token_seconds * _passes(*sweep) < seconds / 2)
+    lengths, copies = next(fitting, _SWEEPS[-1])
+    copies = tuple(length for length in copies if _COPIED_SHARE * length <= min(limits))
     for kind in sorted(kinds, key=_ORDER.index):
         announce(f"timing rounds ({_LABELS[kind]})")
         try:
@@ -290,7 +296,12 @@ def measure_costs(
                 costs[kind] = time_parallel_rounds(pair, reference, sampling)
             else:
                 rounds = _time_kind(
-                    pair, kind, prompt, sampling, Deadline.after(seconds, deadline.clock), lengths
+                    pair,
+                    kind,
+                    prompt,
+                    sampling,
+                    Deadline.after(seconds, deadline.clock),
+                    (*lengths, *copies) if kind == "echo" else lengths,
                 )
                 costs[kind] = costs_of(rounds, costs.get("echo"))
         except SpecgenError as error:
@@ -298,6 +309,13 @@ def measure_costs(
                 raise
             failures[kind] = error.message
     return costs, failures
+
+
+def _passes(lengths: Sequence[int], copies: Sequence[int]) -> float:
+    """Returns how many target passes over one token take about as long as a round with each of
+    these drafts."""
+    rounds = 4 * (len(lengths) + len(copies))
+    return rounds + sum(lengths) + sum(copies) / _ROWS_A_PASS
 
 
 def _time_kind(

@@ -25,7 +25,7 @@ from specgen.base.settings import Value, written
 from specgen.base.text import counted, significant
 from specgen.compare.results import BenchmarkConfig
 from specgen.compare.runner import Runner
-from specgen.decoding.costs import SpeedupModel
+from specgen.decoding.costs import WIDTHS, SpeedupModel
 from specgen.engine.weights import bytes_of_weights
 from specgen.methods import METHODS
 from specgen.methods.learned_drafting import DraftingCosts
@@ -891,9 +891,7 @@ def outcome_of(
     draft = costs.get("model", costs.get("exit"))
     if draft is not None:
         length = min(draft.verification_cost.curves)
-        widths = {
-            width: costs["echo"].verification_cost.at(width, length) for width in range(1, 17)
-        }
+        widths = {width: costs["echo"].verification_cost.at(width, length) for width in WIDTHS}
         in_blocks = (
             "model" in costs
             and simulator.pair.draft is not None
