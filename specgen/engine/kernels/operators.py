@@ -297,9 +297,7 @@ class Kernels:
         contiguous. For a few numbers, much of torch's time goes by before it computes."""
         rows, width = weights.shape
         found = (ctypes.c_double * rows)()
-        _check(
-            self._dots(weights.data_ptr(), rows, width, x.data_ptr(), ctypes.addressof(found))
-        )
+        _check(self._dots(weights.data_ptr(), rows, width, x.data_ptr(), ctypes.addressof(found)))
         return list(found)
 
     def run(
