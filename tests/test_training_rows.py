@@ -3,6 +3,7 @@ transformers' whole model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import LAYERED, quick
+from torch import Tensor
 from training_helpers import (
     TEXTS,
     TINY,
@@ -28,10 +30,12 @@ from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import block, eagle, glide, medusa, own_layers
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights
+from specgen.engine.parts.trained_part import describe_head, open_part, save_head
 from specgen.train import states
 from specgen.train.corpus import Use
 from specgen.train.heads import HeadObjective
-from specgen.train.loop import IGNORED, Training, held_out_agreement
+from specgen.train.loop import IGNORED, PackedBatch, Training, held_out_agreement
+from specgen.train.states import TargetStates
 from specgen.train.texts import Text
 
 RUNNERS: dict[str, Any] = {"block": block, "eagle": eagle, "glide": glide, "medusa": medusa}
@@ -156,8 +160,8 @@ def loss_of_first_batch(training: Training) -> float:
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "glide", "block", "eesd"])
 def test_heads_begin_as_the_target_and_learn(kind: str, tmp_path: Path, corpus: Path) -> None:
-    """Untrained heads of Medusa repeat the target's prediction; all weights get gradients, and some
-    steps lower the loss."""
+    """Untrained blocks of Medusa add nothing; all weights get gradients, and some steps lower the
+    loss."""
     folder = saved("llama", tmp_path, num_hidden_layers=8)
     head = started(
         kind,
@@ -202,6 +206,59 @@ def test_the_losses_over_a_reduced_vocabulary(
     known = target_logits.softmax(-1)[:, ids].sum(-1)
     expected = known * (p.exp() * (p - q)).sum(-1) * torch.tensor([1, 0.8, 0.64, 0])
     torch.testing.assert_close(loss, expected.sum(), atol=1e-4, rtol=1e-4)
+
+
+def turning_states(width: int, count: int = 80, length: int = 8) -> tuple[Tensor, Tensor]:
+    """A matrix, and states [count, length, width], each of which is that matrix times the one
+    before."""
+    torch.manual_seed(3)
+    matrix = torch.linalg.qr(torch.randn(width, width)).Q
+    states = [torch.randn(count, width)]
+    for _ in range(length - 1):
+        states.append(states[-1] @ matrix.T)
+    return matrix, torch.stack(states, dim=1)
+
+
+def test_heads_of_medusa_begin_with_the_map_to_later_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Head k reads the state from which the next token is predicted, and predicts the one k + 1
+    places after it."""
+    head = started("medusa", saved("llama", tmp_path), scale=0.0)
+    table = head.head_start()
+    for number in range(head.depths):  # without text
+        assert torch.equal(head.parameters[f"{number}.lm_head"], table)
+    matrix, hidden = turning_states(head.width)
+    ids = torch.ones(hidden.shape[:2], dtype=torch.long)
+    positions = torch.arange(hidden.shape[1]).expand_as(ids)
+    batch = PackedBatch(ids, positions, torch.zeros_like(ids), ids, ids)
+    made = TargetStates(hidden[:, :, :0], hidden, hidden)
+    monkeypatch.setattr(head, "solved_for", lambda texts: iter([(batch, made)]))
+    found = head.initial_weights([], torch.Generator())
+    for number in range(head.depths):
+        expected = table @ torch.linalg.matrix_power(matrix, number + 1)
+        torch.testing.assert_close(found[f"{number}.lm_head"], expected, atol=0.01, rtol=0.01)
+
+
+def test_heads_of_medusa_with_a_reduced_vocabulary_are_saved_as_vllm_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LARGEST_VOCABULARY", 8)
+    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.TRAIN)]
+    head = started("medusa", saved("llama", tmp_path), texts=texts)
+    weights: Any = head.weights([])
+    assert weights.vocabulary.tolist() == [0, 1, 2, 3, 4, 5, 9, 60]
+    folder = tmp_path / "saved"
+    save_head(folder, weights, describe_head("medusa", head.target, {}, {}))
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["truncated_vocab_size"]) == ("medusa", 8)
+    read: Any = open_part(folder, head.target, is_exit=False).load()
+    assert torch.equal(read.vocabulary, weights.vocabulary)
+    for number in range(head.depths):
+        kept = weights.lm_heads[number].bfloat16()
+        assert torch.equal(read.lm_heads[number], kept)
+        ((matrix, bias),) = weights.blocks[number]
+        assert all(map(torch.equal, read.blocks[number][0], (matrix.bfloat16(), bias.bfloat16())))
 
 
 def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:

@@ -17,7 +17,6 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.engine.forward_pass import BatchPass
-from specgen.engine.native.layer_files import EXIT_HEAD
 from specgen.engine.native.linear import trained_linear
 from specgen.engine.parts.block import (
     CONFIDENCE,
@@ -34,14 +33,12 @@ from specgen.engine.parts.eagle import FC, FIRST_NORM
 from specgen.engine.parts.part import BlockWeights, MedusaWeights
 from specgen.train.heads import HeadObjective, LayerObjective
 from specgen.train.loop import IGNORED, PackedBatch
+from specgen.train.start import LinearMap, least_squares
 from specgen.train.states import Predictions, TargetStates, reachable
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 
 HEADS = 4  # as many as EESD compares with (4.1); the published trees use as many
-# most weights in Medusa's own LM heads, as a share of the target's; the authors' heads for 7
-# billion have it
-OWN_SHARE = 0.3
 BLOCK = 8  # tokens in a draft
 TAPS = 5  # hidden states of the target that the head reads
 RANK = 64  # of the Markov head
@@ -229,32 +226,52 @@ class MedusaObjective(HeadObjective):
     2024, section 2.2.1).
 
     Head k (from 0) reads the hidden state from which the target predicts the next token, and
-    predicts the token k + 1 places after that next token. W and b begin as zeros, the LM heads as
-    copies of the target's. If the LM heads would have more than OWN_SHARE times as many weights as
-    the target, all heads use the target's LM head instead, which is not trained. They then predict
-    less well.
+    predicts the token k + 1 places after that next token. W and b begin as zeros, and the LM head
+    as the target's after the linear map of that state to the one from which the target predicts the
+    token, solved for by least squares. Of a large vocabulary, the heads have only the most frequent
+    tokens of the texts: together at most as many rows as the target's LM head.
     """
 
     kind = "medusa"
     depths = HEADS
+    reduces_head = True
+    head_share = 1 / HEADS
 
     def initial_weights(
         self, texts: Sequence[Text], generator: torch.Generator
     ) -> dict[str, Tensor]:
         width = self.width
-        self._has_lm_heads = HEADS * self.vocabulary * width <= OWN_SHARE * sum(
-            self.target.files.parameters.values()
-        )
+        table = self.head_start().to(self.device) * getattr(self.model.shape, "logit_scale", 1.0)
         made = dict[str, Tensor]()
-        for head in range(HEADS):
+        for head, found in enumerate(self._to_later_states(texts)):
             made |= {
                 f"{head}.weight": torch.zeros(width, width),
                 f"{head}.bias": torch.zeros(width),
+                _lm_head(head): table.clone() if found is None else table @ found.weight,
             }
-        if self._has_lm_heads:
-            start = self.model.last_layers(self.target.folder, 0)[EXIT_HEAD]
-            made |= {f"{head}.lm_head": start.clone() for head in range(HEADS)}
-        return made
+
+        def scaled(scale: float) -> dict[str, Tensor]:
+            return made | {
+                name: scale * made[name] for name in (_lm_head(head) for head in range(HEADS))
+            }
+
+        return scaled(self.best_scale(texts, scaled))
+
+    def _to_later_states(self, texts: Sequence[Text]) -> list[LinearMap | None]:
+        """Returns each head's linear map, without bias, of the state that it reads to that from
+        which the target predicts its token; None if there is too little text."""
+        inputs: list[list[Tensor]] = [[] for _ in range(HEADS)]
+        outputs: list[list[Tensor]] = [[] for _ in range(HEADS)]
+        for batch, states in self.solved_for(texts):
+            hidden = states.hidden.flatten(0, 1)
+            for head in range(HEADS):
+                read, source = reachable(batch, head + 1)
+                inputs[head].append(hidden[read])
+                outputs[head].append(hidden[source])
+        return [
+            least_squares(torch.cat(read), torch.cat(later), centred=False) if read else None
+            for read, later in zip(inputs, outputs, strict=True)
+        ]
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         hidden = states.hidden.flatten(0, 1)
@@ -270,11 +287,9 @@ class MedusaObjective(HeadObjective):
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
-        if not self._has_lm_heads:
-            return super().logits(outputs, depths)
         rows = [(depths == head).nonzero()[:, 0] for head in range(HEADS)]
         by_head = [
-            F.linear(outputs.index_select(0, own), self.parameters[f"{head}.lm_head"])
+            F.linear(outputs.index_select(0, own), self.parameters[_lm_head(head)])
             for head, own in enumerate(rows)
         ]
         return torch.cat(by_head).index_select(0, torch.cat(rows).argsort()).float()
@@ -282,7 +297,10 @@ class MedusaObjective(HeadObjective):
     def weights(self, ranks: Sequence[Sequence[float]]) -> MedusaWeights:
         trained = {name: weight.detach() for name, weight in self.parameters.items()}
         blocks = [[(trained[f"{head}.weight"], trained[f"{head}.bias"])] for head in range(HEADS)]
-        lm_heads = None
-        if self._has_lm_heads:
-            lm_heads = [trained[f"{head}.lm_head"] for head in range(HEADS)]
-        return MedusaWeights(blocks, lm_heads, rank_accuracies=ranks)
+        lm_heads = [trained[_lm_head(head)] for head in range(HEADS)]
+        vocabulary = None if self.ids is None else self.ids.cpu()
+        return MedusaWeights(blocks, lm_heads, vocabulary, ranks)
+
+
+def _lm_head(head: int) -> str:
+    return f"{head}.lm_head"

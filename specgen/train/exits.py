@@ -71,8 +71,6 @@ STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 PRIOR_DEVIATION = 0.5
 TRAINED_DEPTHS = 3  # tokens in the drafts of training
-_READ_TEXTS = 32  # pieces of corpus text that least squares read, beside generated text
-_SCALES = (0.5, 0.7, 0.85, 1.0)  # of the logits at the beginning: a mean of states is no state
 # settings that do not matter for a predictor alone
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")
 
@@ -143,31 +141,18 @@ class ExitObjective(StatesObjective):
         gain = made[FINAL_NORM] + offset
         found = self._to_last_state(texts, gain)
         made |= {JOIN: found.weight, JOIN_BIAS: found.bias}
-        self.parameters = {name: torch.nn.Parameter(each) for name, each in made.items()}
-        losses = dict[float, float]()
-        chosen = [text._replace(use=Use.HELD_OUT) for text in texts if text.use == Use.TRAIN][:16]
-        for scale in _SCALES if chosen else ():
-            self.parameters[FINAL_NORM].data = gain * scale - offset
-            losses[scale] = self.cross_entropy(chosen) or 0.0
-        best = min(losses, key=losses.__getitem__) if losses else 1.0
-        return {**made, FINAL_NORM: gain * best - offset}
+
+        def scaled(scale: float) -> dict[str, Tensor]:
+            return {**made, FINAL_NORM: gain * scale - offset}
+
+        return scaled(self.best_scale(texts, scaled))
 
     def _to_last_state(self, texts: Sequence[Text], gain: Tensor) -> LinearMap:
         """Returns the map by least squares of what is joined to the target's last state before the
         final norm's `gain`."""
         inputs = []
         outputs = []
-        recipe = self.task.recipe
-        used = [text for text in texts if text.use == Use.TRAIN]
-        if self.task.corpus is not None:
-            rng = Random(f"least squares {recipe.seed}")
-            for _ in range(_READ_TEXTS):
-                ids = self.task.corpus.sample(rng, recipe.window, uses=self.trained_uses)
-                used.append(Text(ids, 1, False, Use.TRAIN))
-        for text in used:
-            self.task.stop_if_requested()
-            batch = self.whole(text.ids, text.prompt_length, self.teacher(text))
-            states = self.states(batch)
+        for batch, states in self.solved_for(texts):
             chosen = reachable(batch, 0)[0]
             inputs.append(self._joined_inputs(batch, states)[chosen])
             outputs.append((states.hidden / gain.to(self.device)).flatten(0, 1)[chosen])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from random import Random
@@ -43,6 +43,11 @@ from specgen.train.texts import TOP_K, PredictedText, Text, most_probable
 
 # tokens that an LM head of a part's own knows at most: more hardly ever occur in answers
 LARGEST_VOCABULARY = 8192
+_LEAST_VOCABULARY = 1024  # a target with fewer tokens has heads of all its tokens
+_READ_TEXTS = 32  # pieces of corpus text that least squares read, beside generated text
+# of the logits of what least squares give: a mean of states is no state
+_SCALES = (0.5, 0.7, 0.85, 1.0)
+_SCALED_TEXTS = 16  # on which the scale is chosen
 _OUTSIDE = 1 << 20  # the rank of a token that the head does not know
 _KEPT_SHARE = 0.25  # of the free memory, for what is kept of the target's passes
 _COUNTED = 400  # pieces of corpus text in which tokens are counted, each of so many tokens
@@ -102,8 +107,8 @@ class StatesObjective(Objective):
     of drafted tokens for which it is measured. The loss of a draft's token number d, from 0, is
     multiplied by `decay`**d. `reads_cache`: the part reads keys and values of the target.
     `trained_uses` are the uses of text (`Use`) with which it is trained. `reduces_head`: its LM
-    head knows the most frequent tokens alone, whose ids are `ids` (None: all). `predict` and
-    `logits` run within `autocast`.
+    head knows the most frequent tokens alone, whose ids are `ids` (None: all): at most
+    `head_share` of the target's. `predict` and `logits` run within `autocast`.
     """
 
     depths: ClassVar[int]
@@ -111,6 +116,7 @@ class StatesObjective(Objective):
     reads_cache: ClassVar[bool] = False
     trained_uses: ClassVar[Collection[Use]] = NOT_HELD_OUT
     reduces_head: bool = False
+    head_share: ClassVar[float] = 0.5
     taps: Sequence[int] = ()
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
@@ -167,8 +173,10 @@ class StatesObjective(Objective):
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         if not self.reads_cache:
             self._keep(texts)
-        if self.reduces_head and self.vocabulary > LARGEST_VOCABULARY:
-            self.ids = self._frequent(texts).to(self.device)
+        share = int(self.head_share * self.vocabulary)
+        known = min(LARGEST_VOCABULARY, max(_LEAST_VOCABULARY, share))
+        if self.reduces_head and self.vocabulary > known:
+            self.ids = self._frequent(texts, known).to(self.device)
         made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
         return self.begin(made, texts, self.trained_uses)
 
@@ -220,9 +228,9 @@ class StatesObjective(Objective):
         ids, log_probs = (torch.cat(parts) for parts in zip(*labels, strict=True))
         return ids, log_probs
 
-    def _frequent(self, texts: Sequence[Text]) -> Tensor:
-        """Returns the ids, ascending, of the tokens that occur most often in generated text and in
-        the corpus, filled up with the lowest others."""
+    def _frequent(self, texts: Sequence[Text], number: int) -> Tensor:
+        """Returns the ids, ascending, of the `number` tokens that occur most often in generated
+        text and in the corpus, filled up with the lowest others."""
         counts = Counter[int]()
         for text in texts:
             if text.use != Use.HELD_OUT:
@@ -231,10 +239,10 @@ class StatesObjective(Objective):
             rng = Random(f"frequent {self.task.recipe.seed}")
             for _ in range(_COUNTED):
                 counts.update(self.task.corpus.sample(rng, _COUNTED_TOKENS, uses=NOT_HELD_OUT))
-        frequent = [token for token, _ in counts.most_common(LARGEST_VOCABULARY)]
+        frequent = [token for token, _ in counts.most_common(number)]
         others = islice(
             (token for token in range(self.vocabulary) if token not in counts),
-            LARGEST_VOCABULARY - len(frequent),
+            number - len(frequent),
         )
         return torch.tensor(sorted([*frequent, *others]))
 
@@ -325,14 +333,14 @@ class StatesObjective(Objective):
         return super().learn(texts)
 
     @torch.no_grad()
-    def cross_entropy(self, texts: Sequence[Text]) -> float | None:
+    def cross_entropy(self, texts: Sequence[Text], use: Use = Use.HELD_OUT) -> float | None:
         """Returns the mean cross-entropy, in nats, of the predictions of drafts' first tokens with
         the target's likeliest tokens, as far as the part knows them: on the answers' tokens of
-        held-out texts, up to a limit. None without any."""
+        texts with the use `use`, up to a limit. None without any."""
         total = 0.0
         count = 0
         for text in texts:
-            if text.use != Use.HELD_OUT or count >= _MEASURED_TOKENS:
+            if text.use != use or count >= _MEASURED_TOKENS:
                 continue
             whole = self.whole(text.ids, text.prompt_length, self.teacher(text))
             predictions, (depths, top_k_ids, log_probs) = self.predictions(whole, None)
@@ -351,6 +359,36 @@ class StatesObjective(Objective):
     def measured(self, texts: Sequence[Text]) -> dict[str, Any]:
         agreement, _ = held_out_agreement(texts, self.ranks_of)
         return {"held_out_agreement": agreement, "cross_entropy": self.cross_entropy(texts)}
+
+    def solved_for(self, texts: Sequence[Text]) -> Iterator[tuple[PackedBatch, TargetStates]]:
+        """Yields the training texts among `texts`, and some of the corpus, each as a batch with
+        what the target computes for it: what least squares read."""
+        recipe = self.task.recipe
+        used = [text for text in texts if text.use == Use.TRAIN]
+        if self.task.corpus is not None:
+            rng = Random(f"least squares {recipe.seed}")
+            for _ in range(_READ_TEXTS):
+                ids = self.task.corpus.sample(rng, recipe.window, uses=self.trained_uses)
+                used.append(Text(ids, 1, False, Use.TRAIN))
+        for text in used:
+            self.task.stop_if_requested()
+            batch = self.whole(text.ids, text.prompt_length, self.teacher(text))
+            yield batch, self.states(batch)
+
+    def best_scale(
+        self, texts: Sequence[Text], scaled: Callable[[float], Mapping[str, Tensor]]
+    ) -> float:
+        """Returns the scale of the logits with which initial weights predict training texts best:
+        `scaled` returns the weights with a scale. 1 without such texts."""
+        chosen = [text for text in texts if text.use == Use.TRAIN][:_SCALED_TEXTS]
+        losses = dict[float, float]()
+        for scale in _SCALES:
+            self.parameters = {
+                name: torch.nn.Parameter(each.to(self.device), requires_grad=False)
+                for name, each in scaled(scale).items()
+            }
+            losses[scale] = self.cross_entropy(chosen, Use.TRAIN) or 0.0
+        return min(losses, key=losses.__getitem__) if chosen else 1.0
 
     @torch.no_grad()
     def states(self, batch: PackedBatch) -> TargetStates:

@@ -494,8 +494,9 @@ def published(
     head that specgen trained.
 
     The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of
-    SpecForge. Medusa heads get "version 2", or v0.1 if they have LM heads of their own. `target` is
-    the target's name; `sizes` are the target's, as in `HeadDescription`.
+    SpecForge. Medusa heads get "version 2", v0.1 if they have LM heads of their own, and vLLM's if
+    these know some of the tokens alone. `target` is the target's name; `sizes` are the target's, as
+    in `HeadDescription`.
     """
     if isinstance(weights, MedusaWeights):
         return *_published_medusa(weights, target, sizes), MEDUSA_FILE
@@ -516,12 +517,25 @@ def _published_medusa(
         "medusa_num_heads": len(weights.blocks),
         "medusa_num_layers": 1,
     }
-    if weights.lm_heads is None:
+    ids = weights.vocabulary
+    if ids is not None:
+        config |= {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": len(weights.blocks),
+            "num_hidden_layers": 1,
+            "medusa_fc_bias": True,
+            "truncated_vocab_size": len(ids),
+        }
+    elif weights.lm_heads is None:
         config["version"] = "2"
-    tensors = {f"{head}.1.weight": table for head, table in enumerate(weights.lm_heads or ())}
+    block = "{}.0.linear" if ids is None else "blocks.{}.layers.0"
+    table = "{}.1.weight" if ids is None else "lm_heads.{}.weight"
+    tensors = {table.format(head): rows for head, rows in enumerate(weights.lm_heads or ())}
     for head, ((matrix, bias),) in enumerate(weights.blocks):
-        tensors |= {f"{head}.0.linear.weight": matrix, f"{head}.0.linear.bias": bias}
-    return config, tensors
+        name = block.format(head)
+        tensors |= {f"{name}.weight": matrix, f"{name}.bias": bias}
+    return config, tensors if ids is None else {**tensors, "token_map": ids}
 
 
 def _published_glide(
