@@ -201,7 +201,7 @@ def record() -> dict[str, Any]:
         folder = Path(name)
         usage = {
             name or "specgen": help_of(name)
-            for name in ("", "generate", "compare", "inspect", "tune")
+            for name in ("", "generate", "compare", "inspect", "tune", "serve")
         }
         return {
             "usage": {name: line for name, (line, _) in usage.items()},

@@ -35,7 +35,7 @@ def test_every_extra_that_is_named_exists() -> None:
         *(path.read_text() for path in Path(specgen.__file__).parent.rglob("*.py")),
     ]
     named = set(re.findall(r'pip install -e "\.\[([\w-]+)\]"', "\n".join(texts)))
-    assert {"gguf", "energy", "multi-gpu", "quantised"} <= named <= extras.keys()
+    assert {"gguf", "energy", "multi-gpu", "quantised", "serve"} <= named <= extras.keys()
     assert not re.search(r"pip install specgen|specgen\[", "\n".join(texts)), (
         "the name on the index is another project's"
     )
@@ -62,3 +62,11 @@ def test_a_gguf_file_that_only_transformers_runs_without_its_packages(
     writer.close()
     line = line_without(missing, "generate", "-t", str(tmp_path / "model.gguf"), "x")
     assert 'pip install -e ".[gguf]"' in line
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn"])
+def test_the_server_without_its_packages(missing: str) -> None:
+    line = line_without(missing, "serve", "--port", "0")
+    assert line.startswith("error: ")
+    assert missing in line
+    assert 'pip install -e ".[serve]"' in line

@@ -29,7 +29,7 @@ def test_nothing_else_is_recorded(recorded: dict[str, Any]) -> None:
     assert list(recorded) == list(GOLDEN)
 
 
-@pytest.mark.parametrize("name", ["generate", "compare", "inspect", "tune"])
+@pytest.mark.parametrize("name", ["generate", "compare", "inspect", "tune", "serve"])
 def test_help_is_short_and_help_all_whole(name: str) -> None:
     code, short, _ = command(name, "--help", COLUMNS="80", TERMINAL_WIDTH="80")
     _, whole, _ = command(name, "--help-all", COLUMNS="80", TERMINAL_WIDTH="80")

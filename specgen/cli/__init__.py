@@ -1,2 +1,2 @@
-"""The command line: the modules of the commands (generate, compare, inspect, tune) and modules that
-several commands use."""
+"""The command line: the modules of the commands (generate, compare, inspect, tune, serve) and
+modules that several commands use."""

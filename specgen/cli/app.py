@@ -273,11 +273,11 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """One of the four commands."""
+    """One of the commands."""
 
 
 class CommandGroup(_PlainFlags, TyperGroup):
-    """The group of the four commands. It makes a command's options only when that command is
+    """The group of the commands. It makes a command's options only when that command is
     called, because making the options of all would take a third of the time of --help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

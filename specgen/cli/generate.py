@@ -18,11 +18,16 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.settings import parse_pairs
 from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import method_and_settings, models_in_words, open_pair, show_overlap
+from specgen.cli.opening import (
+    chosen_method,
+    method_and_settings,
+    models_in_words,
+    open_pair,
+    show_overlap,
+)
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -51,7 +56,7 @@ def generate(
         _describe_method(asked.method, output)
         return
     params = sampling.params()
-    choice = _choice(asked, models, params)
+    choice = chosen_method(asked.method, asked.settings, models, params)
     _check_options(asked, output)
     prompts, prompt = _inputs(asked, output, models)
 
@@ -157,20 +162,6 @@ def _describe_method(written: str | None, output: GenerateOutput) -> None:
     name = "" if written is None else methods.split(written)[0]
     method = methods.find(name or methods.DEFAULT_METHOD)
     method_card(theme.console(no_color=output.no_color), method)
-
-
-def _choice(asked: GenerateOptions, models: DecodingGroup, params: SamplingParams) -> Choice:
-    """Returns the method of --method, else the default one, with the settings that the user gave.
-    Raises SpecgenError if they are wrong, or if the method lacks a draft model."""
-    name, settings = methods.split(methods.DEFAULT_METHOD if asked.method is None else asked.method)
-    settings |= parse_pairs(asked.settings or [])
-    method = methods.find(name)
-    refusal = None if models.has_draft else method.refusal_without_draft(models.target)
-    if refusal is not None:
-        raise refusal
-    choice = methods.choice_of(name, settings)
-    method.check_request(choice.settings, params)
-    return choice
 
 
 def _inputs(

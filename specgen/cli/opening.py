@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.interrupts import interrupts
-from specgen.base.settings import written
+from specgen.base.settings import parse_pairs, written
 from specgen.base.types import SamplingParams
 from specgen.cli.options import DecodingGroup
 from specgen.pair import profile_search
@@ -26,8 +26,28 @@ if TYPE_CHECKING:
 
     from specgen.base.model_options import Finding
     from specgen.compare.method_specs import MethodSpec
+    from specgen.methods.base import Choice
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
+
+
+def chosen_method(
+    named: str | None,
+    settings: Sequence[str] | None,
+    models: DecodingGroup,
+    params: SamplingParams,
+) -> Choice:
+    """Returns the method of --method, else the default one, with the settings that the user gave,
+    also by --set. Raises SpecgenError if they are wrong, or if the method lacks a draft model."""
+    name, given = methods.split(methods.DEFAULT_METHOD if named is None else named)
+    given |= parse_pairs(list(settings or ()))
+    method = methods.find(name)
+    refusal = None if models.has_draft else method.refusal_without_draft(models.target)
+    if refusal is not None:
+        raise refusal
+    choice = methods.choice_of(name, given)
+    method.check_request(choice.settings, params)
+    return choice
 
 
 def open_pair(

@@ -1,4 +1,4 @@
-"""What can be given on the command line: the options of the four commands, in groups, and what the
+"""What can be given on the command line: the options of the commands, in groups, and what the
 help says of them.
 
 A command takes each group as one parameter. A row (names and value, help text) describes an option.
@@ -39,9 +39,12 @@ SHOWN = {
         "methods budget prompts export train minutes corpus target draft device "
         "dtype max_new_tokens temperature json"
     ),
+    "serve": (
+        "host port method settings target draft device dtype api_key queue temperature quiet"
+    ),
 }
 # the smallest number of an option, by its field
-LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1}
+LEAST = {"limit": 1, "threads": 1, "repeats": 1, "rounds": 0, "run": 1, "queue": 0, "port": 0}
 ROWS: Rows = {
     "chat": ("", "Format each prompt with the model's chat template."),
     "category": ("NAME", "Use only the prompts of this category."),
@@ -328,6 +331,35 @@ TUNE_ROWS: Rows = {
     "training_length": ("--window W", "Tokens per sequence (2048; on a CPU 256)."),
     "learning_rate": ("R", "Peak learning rate (0.001; for sd 0.0003); it decays to zero."),
 }
+SERVE_ROWS: Rows = {
+    "host": (
+        "ADDRESS",
+        "Listen at this address. Beyond this machine (0.0.0.0: everywhere) a key is needed.",
+    ),
+    "port": ("N", "Listen at this port. 0: at any that is free."),
+    "method": GENERATE_ROWS["method"],
+    "settings": GENERATE_ROWS["settings"],
+    "api_key": (
+        "KEY",
+        "Answer only requests with this key. Better set SPECGEN_API_KEY: other users of the "
+        "machine can read options.",
+    ),
+    "queue": ("N", "Let at most N requests wait; more are refused."),
+    "allow_host": (
+        "NAME",
+        "Also answer to this name in the Host header, beside the address (repeatable).",
+    ),
+    "allow_origin": (
+        "ORIGIN",
+        "Answer pages of this origin in a browser, such as https://example.org (repeatable).",
+    ),
+    "temperature": ("T", "Where a request names none. 0: greedy decoding."),
+    "top_p": ("P", "Where a request names none."),
+    "top_k": ("K", "Where a request names none. 0: all tokens."),
+    "min_p": ("P", "Where a request names none."),
+    "seed": ("N", "Where a request names none. Default: a random one."),
+    "quiet": ("-q", "Show no progress, and no line for each request."),
+}
 
 
 @dataclass(frozen=True)
@@ -583,6 +615,36 @@ class TrainingOptions:
     learning_rate: float | None = None
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where and to whom to serve, and how to decode."""
+
+    panel: ClassVar[str | None] = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    method: str | None = None
+    settings: list[str] | None = None
+    api_key: str | None = None
+    queue: int = 16
+    allow_host: list[str] | None = None
+    allow_origin: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class ServeSampling(SamplingOptions):
+    """The sampling parameters of requests that name none."""
+
+    panel: ClassVar[str] = "Sampling"
+    not_options: ClassVar[tuple[str, ...]] = ("max_new_tokens", "ignore_eos")
+
+
+@dataclass(frozen=True)
+class ServeOutput(OutputOptions):
+    """What `serve` shows."""
+
+    not_options: ClassVar[tuple[str, ...]] = ("json",)
+
+
 # By name: a command's help, the help of options that only it has, and the groups of options that
 # its function takes.
 COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
@@ -614,5 +676,10 @@ COMMANDS: Mapping[str, tuple[str, Rows, tuple[Any, ...]]] = {
         ),
         TUNE_ROWS,
         (TuneOptions, TrainingOptions, TuneSampling, ModelGroup, OutputOptions),
+    ),
+    "serve": (
+        ("Serve a model to editors, chat windows and scripts: a server with OpenAI's protocol."),
+        SERVE_ROWS,
+        (ServeOptions, DecodingGroup, ServeSampling, ServeOutput),
     ),
 }

@@ -35,6 +35,10 @@ class Result:
     summary: dict[str, Any]
 
 
+class ContextFull(SpecgenError):  # noqa: N818  names a fact, not a failure
+    """The prompt leaves no room in the target's context, or too little."""
+
+
 def messages(
     prompt: str, system: str | None = None, before: Sequence[tuple[str, str]] = ()
 ) -> list[dict[str, str]]:
@@ -140,7 +144,7 @@ def check_prompt_ids(prompt_ids: Iterable[Any], num_embeddings: int) -> list[int
 def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
     """Returns how many of `wanted` new tokens fit into the target's context after the prompt.
 
-    Raises SpecgenError if not even one token fits. `wanted` is `LARGEST` for an answer without a
+    Raises ContextFull if not even one token fits. `wanted` is `LARGEST` for an answer without a
     limit.
     """
     limit = target.max_tokens(prompt_length)
@@ -148,11 +152,11 @@ def fitting_tokens(prompt_length: int, wanted: int, target: LoadedModel) -> int:
     if room >= 1:
         return min(wanted, room)
     if wanted == LARGEST:
-        raise SpecgenError(
+        raise ContextFull(
             f"the conversation is too long: {prompt_length:,} tokens fill the context of {limit:,}",
             "Begin another (/reset), or give a larger --context where the model allows it",
         )
-    raise SpecgenError(
+    raise ContextFull(
         (
             f"the prompt is too long: {prompt_length:,} tokens and {wanted:,} new ones are "
             f"{wanted - room:,} over {limit:,}"

@@ -1,0 +1,326 @@
+"""The queue of what clients asked for, and the worker that generates it: one answer at a time, in
+the order in which they were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from specgen import methods
+from specgen.base.errors import SpecgenError
+from specgen.base.types import Round, SamplingParams
+from specgen.engine.text.stop_strings import StopStrings
+from specgen.pair import records
+from specgen.pair.figures import Figures
+from specgen.pair.prompts import Prompt
+from specgen.serve.errors import ApiError, of_generation
+from specgen.view.generation import AnswerText
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from specgen.methods.base import Request
+    from specgen.pair.pair import Pair
+
+_SEEDS = 1 << 63
+_RECENT = 8  # answers whose mean time says when a place in the queue may be free
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks to generate: `count` answers to each of the prompts, one after the other.
+
+    With a seed in `sampling`, answer i of a prompt has the seed + i. `prompt_field` is the
+    request's field with the prompts. `method` replaces the server's method, as on the command line;
+    None: the server's. `rounds`: the client also gets each round, as in a trace.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    prompt_field: str
+    count: int = 1
+    method: str | None = None
+    rounds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer. `choice` is the answer's number. `rounds` are the rounds that it comes
+    from, if they were asked for."""
+
+    choice: int
+    text: str
+    rounds: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an answer: `reason` is OpenAI's `finish_reason`. `summary` are its figures, as in
+    a trace, if rounds were asked for."""
+
+    choice: int
+    reason: str
+    summary: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """The counts of tokens of all answers to a request.
+
+    `cached` are those of the prompts that the KV cache held. `drafted` and `accepted` count drafted
+    tokens, whatever drafted them.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    def add(self, figures: Figures) -> None:
+        self.completion += figures.new_tokens
+        self.drafted += figures.drafted
+        self.accepted += figures.accepted
+        self.seconds += figures.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All answers are complete."""
+
+    usage: Usage
+
+
+Event = Piece | Ended | Done | ApiError
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the queue. The events of its answers come out of `events`, in
+    the event loop in which it was made. The last one is `Done` or an `ApiError`."""
+
+    asked: Asked
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    usage: Usage = field(default_factory=Usage)
+    is_cancelled: bool = False
+    # why the server itself ended it
+    ended_by: ApiError | None = None
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, event: Event) -> None:
+        """Hands an event to the event loop. Called by the worker's thread."""
+        with suppress(RuntimeError):  # the loop has ended, and with it the client's connection
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yields the events, all that have come at a time."""
+        while True:
+            batch = [await self.events.get()]
+            while not self.events.empty():
+                batch.append(self.events.get_nowait())
+            yield batch
+            if isinstance(batch[-1], Done | ApiError):
+                return
+
+
+class Worker:
+    """Generates the answers to the jobs in the queue. `run` does it, in the thread that calls it,
+    until `stop` is called.
+
+    Without another method in the request, `method` decodes, with `settings`. At most `most_waiting`
+    jobs wait. `log` is called with a line about each job, which has counts and times alone.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        method: str,
+        settings: Mapping[str, Any],
+        most_waiting: int,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.pair = pair
+        self.method = method
+        self._settings = settings
+        self._choice = methods.choice_of(method, settings)
+        self._most_waiting = most_waiting
+        self._log = log
+        self._waiting = deque[Job]()
+        self._running: Job | None = None
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._is_stopped = False
+        self._recent = deque[float](maxlen=_RECENT)  # seconds
+
+    # called by the event loop
+
+    def submit(self, asked: Asked) -> Job:
+        """Puts a job at the end of the queue.
+
+        Raises ApiError: 503 if the queue is full, or if the server is ending, 400 if its method
+        cannot decode with the sampling parameters.
+        """
+        if asked.method is None:
+            try:
+                self._choice.method.check_request(self._choice.settings, asked.sampling)
+            except SpecgenError as error:
+                raise ApiError(400, str(error), param="temperature") from error
+        with self._changed:
+            if self._is_closing:
+                raise _ending()
+            if len(self._waiting) >= self._most_waiting + (self._running is None):
+                raise ApiError(
+                    503,
+                    f"{len(self._waiting)} requests are waiting; no more are taken",
+                    code="queue_full",
+                    kind="server_error",
+                    retry_after=self._seconds_until_free(),
+                )
+            job = Job(asked)
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job whose client has gone: at once if it waits, within one round if it runs."""
+        job.is_cancelled = True
+        with self._changed:
+            if job in self._waiting:
+                self._waiting.remove(job)
+
+    def close(self) -> None:
+        """Takes no more jobs, and ends those that wait. The one that runs goes on."""
+        with self._changed:
+            self._is_closing = True
+            for job in self._waiting:
+                job.emit(_ending())
+            self._waiting.clear()
+
+    def end_running(self) -> None:
+        """Ends the job that runs, within one round."""
+        running = self._running
+        if running is not None:
+            running.ended_by = _ending()
+
+    def stop(self) -> None:
+        """Lets `run` return, once no job runs."""
+        self.close()
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def _seconds_until_free(self) -> int:
+        mean = sum(self._recent) / len(self._recent) if self._recent else 1.0
+        return max(1, round(mean))
+
+    # called by the worker's own thread
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_stopped:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+                self._running = job
+            start = time.perf_counter()
+            try:
+                self._generate(job)
+            except Exception as error:  # noqa: BLE001  the client is told, and the server goes on
+                failure = of_generation(error, job.asked.prompt_field)
+                self._log(f"{failure.status} {type(error).__name__}")
+                job.emit(failure)
+            finally:
+                self._running = None
+                self._recent.append(time.perf_counter() - start)
+
+    def _generate(self, job: Job) -> None:
+        """Generates all answers of a job, and hands out their events."""
+        asked = job.asked
+        for number, prompt in enumerate(asked.prompts):
+            for turn in range(asked.count):
+                sampling = asked.sampling
+                if sampling.seed is not None:
+                    sampling = replace(sampling, seed=(sampling.seed + turn) % _SEEDS)
+                request = self._request(prompt, sampling, asked)
+                if turn == 0:
+                    job.usage.prompt += len(request.prompt_ids)
+                self._answer(job, request, number * asked.count + turn)
+                if job.is_cancelled:
+                    self._log(f"client gone after {_in_words(job.usage)}")
+                    return
+                if job.ended_by is not None:
+                    raise job.ended_by
+        self._log(f"200 {_in_words(job.usage)}")
+        job.emit(Done(job.usage))
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, asked: Asked) -> Request:
+        if asked.method is None:
+            return self.pair.request(prompt, self.method, sampling, **self._settings)
+        return self.pair.request(prompt, asked.method, sampling)
+
+    def _answer(self, job: Job, request: Request, choice: int) -> None:
+        """Generates one answer. Ends early if the job is cancelled or ended."""
+        asked = job.asked
+        tokenizer = self.pair.tokenizer
+        run = self.pair.run(request)
+        missing = run.uncached_tokens
+        job.usage.cached += len(request.prompt_ids) - (1 if missing is None else missing)
+        figures = Figures(request.method.name, prompt_tokens=missing)
+        stop = StopStrings.of(request.sampling.stop, tokenizer)
+        answer = AnswerText(tokenizer.detokenizer(request.prompt_ids), stop)
+
+        rounds = cast("Generator[Round]", run.rounds())
+        with closing(rounds):
+            for round_ in _until(rounds, lambda: job.is_cancelled or job.ended_by is not None):
+                figures.add(round_)
+                pieces = answer.add(round_)
+                lines: Sequence[Mapping[str, Any]] = ()
+                if asked.rounds:
+                    lines = [records.round_line(round_, tokenizer.text_of)]
+                job.emit(Piece(choice, "".join(piece.text for piece in pieces), lines))
+
+        job.usage.add(figures)
+        if run.finish_reason is None:
+            return
+        rest = "".join(piece.text for piece in answer.finish())
+        if rest:
+            job.emit(Piece(choice, rest))
+        reason = "length" if run.finish_reason == "length" else "stop"
+        summary = figures.as_dict(answer.text, run.finish_reason) if asked.rounds else None
+        job.emit(Ended(choice, reason, summary))
+
+
+def _until(rounds: Iterator[Round], is_over: Callable[[], bool]) -> Iterator[Round]:
+    while not is_over():
+        round_ = next(rounds, None)
+        if round_ is None:
+            return
+        yield round_
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is ending", code="ending", kind="server_error", retry_after=5)
+
+
+def _in_words(usage: Usage) -> str:
+    speed = usage.completion / usage.seconds if usage.seconds else 0.0
+    return (
+        f"{usage.prompt:,} prompt tokens ({usage.cached:,} cached), {usage.completion:,} new in "
+        f"{usage.seconds:.2f} s ({speed:,.0f} tokens/s), {usage.accepted:,} of {usage.drafted:,} "
+        "drafted accepted"
+    )

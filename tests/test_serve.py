@@ -1,0 +1,452 @@
+"""The server: what OpenAI's own client gets from it, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from cli_helpers import run_main
+from serving import Served, serving
+
+import specgen
+from specgen.base.types import SamplingParams
+from specgen.pair.pair import Pair
+from specgen.serve.access import Access
+from specgen.serve.errors import ApiError
+
+PROMPT = "def fibonacci(n):"
+MESSAGES: Any = [{"role": "user", "content": "Where does an eagle live?"}]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with specgen.load() as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def served(pair: Pair) -> Iterator[Served]:
+    with serving(pair) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    base = f"{served.address}/v1"
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    assert client.models.retrieve(model(client)).owned_by == "specgen"
+
+
+def test_a_completion_is_what_generate_gives(client: openai.OpenAI, pair: Pair) -> None:
+    expected = pair.generate(PROMPT, "svip", max_new_tokens=40)
+    answer = client.completions.create(model=model(client), prompt=PROMPT, max_tokens=40)
+    assert (answer.object, answer.choices[0].text) == ("text_completion", expected.text)
+    assert answer.choices[0].finish_reason == "length"
+    counts = answer.usage
+    assert counts is not None
+    assert counts.completion_tokens_details is not None
+    details = counts.completion_tokens_details
+    assert counts.completion_tokens == 40
+    assert counts.total_tokens == counts.prompt_tokens + 40
+    assert details.accepted_prediction_tokens == expected.summary["accepted"] > 0
+    rejected = expected.summary["drafted"] - expected.summary["accepted"]
+    assert details.rejected_prediction_tokens == rejected > 0
+
+
+def test_a_conversation_is_answered_whole_and_streamed(client: openai.OpenAI, pair: Pair) -> None:
+    expected = pair.generate(MESSAGES, "svip", max_new_tokens=100)
+    name = model(client)
+    answer = client.chat.completions.create(model=name, messages=MESSAGES)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == "stop"
+
+    stream = client.chat.completions.create(
+        model=name, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(texts) == expected.text
+    assert len([text for text in texts if text]) > 1, "it comes in pieces"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-2:] == [None, "stop"]
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    last = chunks[-1]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == expected.summary["new_tokens"]
+
+
+def test_without_include_usage_no_chunk_has_it(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=model(client), prompt=PROMPT, max_tokens=8, stream=True
+    )
+    chunks = list(stream)
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_content_may_come_in_parts_and_from_a_developer(client: openai.OpenAI, pair: Pair) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    given: Any = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
+    same = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "one\ntwo"},
+    ]
+    answer = client.chat.completions.create(model=model(client), messages=given, max_tokens=9)
+    assert answer.choices[0].message.content == pair.generate(same, "svip", max_new_tokens=9).text
+
+
+def test_stop_texts_end_an_answer(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model=model(client), prompt=PROMPT, max_tokens=40)
+    text = whole.choices[0].text
+    stop = text[20:23]
+    for given in (stop, [stop], ["never there", stop]):
+        for streamed in (False, True):
+            found = client.completions.create(
+                model=model(client), prompt=PROMPT, max_tokens=40, stop=given, stream=streamed
+            )
+            choices = [chunk.choices[0] for chunk in (found if streamed else [found])]  # type: ignore[attr-defined]
+            assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+            assert choices[-1].finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_answers_twice_and_n_others(
+    client: openai.OpenAI, pair: Pair
+) -> None:
+    def answers(n: int, seed: int) -> list[str]:
+        answer = client.completions.create(
+            model=model(client),
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=1.0,
+            top_p=0.9,
+            seed=seed,
+            n=n,
+        )
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens <= 24 * n
+        return [choice.text for choice in answer.choices]
+
+    sampling = SamplingParams(max_new_tokens=24, temperature=1.0, top_p=0.9, seed=6)
+    three = answers(3, 5)
+    assert three == answers(3, 5)
+    assert answers(1, 6) == [three[1]] == [pair.generate(PROMPT, "svip", sampling).text]
+    assert len({*three}) > 1
+    # seeds are signed, and wrap around
+    assert answers(1, -1) == answers(1, -1) != answers(1, 0)
+    assert answers(2, (1 << 63) - 1)[1:] == answers(1, 0)
+
+
+def test_several_prompts_as_texts_and_as_ids(client: openai.OpenAI, pair: Pair) -> None:
+    texts = [PROMPT, "The sea"]
+    ids = [pair.tokenizer.encode(text) for text in texts]
+    expected = [pair.generate(text, "svip", max_new_tokens=16).text for text in texts]
+    for given in (texts, ids):
+        answer = client.completions.create(model=model(client), prompt=given)
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+    answer = client.completions.create(model=model(client), prompt=ids[0])
+    assert [choice.text for choice in answer.choices] == expected[:1]
+
+
+def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair) -> None:
+    pair.forget()
+    first = client.chat.completions.create(model=model(client), messages=MESSAGES)
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": first.choices[0].message.content}]
+    turns.append({"role": "user", "content": "And a seal?"})
+    second = client.chat.completions.create(model=model(client), messages=turns)
+    before, after = first.usage, second.usage
+    assert before is not None
+    assert after is not None
+    assert before.prompt_tokens_details is not None
+    assert after.prompt_tokens_details is not None
+    assert before.prompt_tokens_details.cached_tokens == 0
+    cached = after.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= before.total_tokens - 2
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("temperature", {"temperature": -1}),
+        ("temperature", {"temperature": 1e-6}),
+        ("temperature", {"temperature": "warm"}),
+        ("top_p", {"top_p": 0}),
+        ("top_p", {"top_p": 1.5}),
+        ("top_k", {"top_k": 1.5}),
+        ("min_p", {"min_p": 2}),
+        ("seed", {"seed": 1 << 64}),
+        ("n", {"n": 0}),
+        ("n", {"n": True}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": 5}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_completion_tokens", {"max_completion_tokens": -3}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("messages", {"messages": []}),
+        ("messages", {"messages": "Hello"}),
+        ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+        (
+            "messages[0].content",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        ),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("logit_bias", {"logit_bias": {"5": 3}}),
+        ("modalities", {"modalities": ["audio"]}),
+        ("specgen.method", {"specgen": {"method": "svib"}}),
+        ("specgen.method", {"specgen": {"method": "svip:threshold=x"}}),
+        ("messages", {"messages": [{"role": "user", "content": "word " * 3000}]}),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_that_names_the_field(
+    client: openai.OpenAI, field: str, body: dict[str, Any]
+) -> None:
+    given = {"messages": MESSAGES, "max_completion_tokens": 4, **body}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=model(client), messages=given.pop("messages"), extra_body=given
+        )
+    assert caught.value.param == field
+    assert caught.value.type == "invalid_request_error"
+    assert len(str(caught.value)) < 400
+
+
+def test_unknown_fields_and_neutral_values_are_taken(client: openai.OpenAI) -> None:
+    more = {
+        "top_k": -1,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "user": "x",
+        "something": {"else": 1},
+        "logit_bias": {},
+        "stream_options": None,
+        "stop": None,
+        "temperature": None,
+    }
+    answer = client.chat.completions.create(
+        model=model(client), messages=MESSAGES, max_tokens=4, extra_body=more
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_another_model_and_other_addresses_are_not_there(
+    client: openai.OpenAI, served: Served
+) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+    assert caught.value.param == "model"
+    assert model(client) in str(caught.value)
+    with pytest.raises(openai.NotFoundError, match="take /v1/chat/completions"):
+        client.responses.create(model=model(client), input="Hello")
+    status, _, answer = served.ask("/v1/completions")
+    assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_rounds_and_another_method_for_one_request(served: Served, pair: Pair) -> None:
+    own = {"rounds": True, "method": "ar"}
+    body = {"prompt": PROMPT, "max_tokens": 12}
+    _, _, plain = served.ask("/v1/completions", {**body, "specgen": own})
+    _, _, drafted = served.ask("/v1/completions", {**body, "specgen": {"rounds": True}})
+    assert plain["choices"] == drafted["choices"]
+    rounds = drafted["specgen"]["rounds"]
+    assert any(round_["draft_ids"] for round_ in rounds)
+    assert not any(round_["draft_ids"] for round_ in plain["specgen"]["rounds"])
+    ids = [token for round_ in rounds for token in [*round_["accepted_ids"], round_["token_id"]]]
+    assert ids == pair.generate(PROMPT, "ar", max_new_tokens=12).token_ids
+    assert drafted["specgen"]["summary"]["method"] == "svip"
+    _, _, text = served.ask(
+        "/v1/completions", {**body, "specgen": {"rounds": True}, "stream": True}
+    )
+    assert text.count('"draft_texts"') == len(rounds)
+
+
+def test_the_start_says_what_requests_leave_out(pair: Pair) -> None:
+    default = SamplingParams(temperature=1.0, seed=3)
+    with serving(pair, default=default) as served:
+        body = {"prompt": PROMPT, "max_tokens": 20}
+        _, _, first = served.ask("/v1/completions", body)
+        _, _, greedy = served.ask("/v1/completions", {**body, "temperature": 0})
+    sampled = pair.generate(PROMPT, "svip", default, max_new_tokens=20)
+    assert first["choices"][0]["text"] == sampled.text
+    assert greedy["choices"][0]["text"] == pair.generate(PROMPT, "ar", max_new_tokens=20).text
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["ar", "sd", "adaptive", "lookup", "suffix", "pearl", "sd:width=2:depth=3", "eesd", "selfsd"],
+)
+def test_each_method_gives_the_same_text(served: Served, pair: Pair, method: str) -> None:
+    expected = pair.generate(PROMPT, "ar", max_new_tokens=24).text
+    body = {"prompt": PROMPT, "max_tokens": 24, "specgen": {"method": method}}
+    status, _, answer = served.ask("/v1/completions", body)
+    assert (status, answer["choices"][0]["text"]) == (200, expected)
+
+
+def test_the_description_loads_nothing(served: Served) -> None:
+    status, headers, text = served.ask("/docs")
+    assert status == 200
+    assert "text/html" in headers["content-type"]
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "max_completion_tokens" in text
+    assert "src=" not in text
+    assert "<link" not in text
+
+
+def test_nothing_of_a_request_is_logged(pair: Pair) -> None:
+    secret = "xylophone"
+    with serving(pair) as served:
+        served.ask("/v1/completions", {"prompt": secret, "max_tokens": 2, "stop": secret})
+        served.ask("/v1/completions", {"prompt": secret, "temperature": secret})
+        served.ask(f"/{secret}?{secret}")
+        served.ask("/v1/completions", secret.encode())
+        lines = list(served.log)
+    assert len(lines) == 4
+    assert lines[0].startswith("200 ")
+    assert secret not in "".join(lines)
+
+
+# who may ask
+
+KEY = "k" * 20
+
+
+def test_without_the_key_only_health_answers(pair: Pair) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    with serving(pair, access=Access("127.0.0.1", key=KEY)) as served:
+        for path in ("/v1/models", "/docs", "/openapi.json", "/"):
+            assert served.ask(path)[0] == 401
+        assert served.ask("/health")[0] == 200
+        for given in ("", KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}", "Bearer \xff"):
+            status, _, answer = served.ask("/v1/completions", body, {"Authorization": given})
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        for given in (f"Bearer {KEY}", f"bearer  {KEY}"):
+            assert served.ask("/v1/completions", body, {"Authorization": given})[0] == 200
+        base = f"{served.address}/v1"
+        with (
+            openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:9", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:80", 200),
+        ("my-machine.local:8080", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("192.168.0.7", 403),
+        ("127.0.0.1@evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_the_name_of_the_server_is_checked(pair: Pair, host: str, status: int) -> None:
+    access = Access("127.0.0.1", hosts=frozenset({"my-machine.local"}))
+    with serving(pair, access=access) as served:
+        assert served.ask("/health", headers={"Host": host})[0] == status
+
+
+def test_beyond_this_machine_addresses_are_names_too() -> None:
+    def check(host: str) -> None:
+        scope = {"method": "GET", "path": "/", "headers": [(b"host", host.encode())]}
+        Access("0.0.0.0").check(scope, {})
+
+    check("192.168.0.7:80")
+    check("[fe80::1]")
+    with pytest.raises(ApiError):
+        check("evil.example")
+
+
+def test_pages_from_elsewhere_are_refused(pair: Pair) -> None:
+    access = Access("127.0.0.1", origins=frozenset({"https://good.example"}), key=KEY)
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    with serving(pair, access=access) as served:
+        for origin in ("https://evil.example", "null", "http://good.example", "https://good"):
+            headers = {**bearer, "Origin": origin}
+            status, found, answer = served.ask("/v1/models", headers=headers)
+            assert (status, answer["error"]["code"]) == (403, "origin_not_allowed")
+            assert "access-control-allow-origin" not in found
+            assert served.ask("/v1/models", headers=headers, method="OPTIONS")[0] == 403
+        assert served.ask("/v1/models", headers={**bearer, "Origin": served.address})[0] == 200
+
+        headers = {"Origin": "https://good.example"}
+        status, found, _ = served.ask("/v1/models", headers=headers, method="OPTIONS")
+        assert (status, found["access-control-allow-origin"]) == (204, "https://good.example")
+        status, found, _ = served.ask("/v1/models", headers={**bearer, **headers})
+        assert (status, found["access-control-allow-origin"]) == (200, "https://good.example")
+        assert served.ask("/v1/models", headers=headers)[0] == 401
+
+
+def test_only_json_of_a_bounded_size_is_read(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/jsonx", ""):
+        assert served.ask("/v1/completions", body, {"Content-Type": kind})[0] == 415
+    typed = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert served.ask("/v1/completions", body, typed)[0] == 200
+    assert served.ask("/v1/completions", body, {"Content-Encoding": "gzip"})[0] == 415
+    large = {**body, "padding": "x" * (16 << 20)}
+    status, _, answer = served.ask("/v1/completions", large)
+    assert (status, answer["error"]["code"]) == (413, "too_large")
+    large = {**body, "padding": "x" * ((16 << 20) - 200)}
+    assert served.ask("/v1/completions", large)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--host 0.0.0.0", "--host 0.0.0.0 lets other machines in, and there is no key"),
+        ("--host ::", "--host :: lets other machines in"),
+        ("--host nowhere.invalid", "--host nowhere.invalid is no address of this machine"),
+        ("--port 99999", "--port"),
+        ("--port -1", "--port"),
+        ("--queue -1", "--queue"),
+        ("--api-key=", "the key is empty"),
+        ("--api-key é", "the key is empty or has characters"),
+        ("--allow-origin *", "--allow-origin is '*'"),
+        ("--allow-host a/b", "--allow-host is 'a/b'"),
+        ("--temperature -1", "temperature"),
+        ("-m svib", "svib"),
+        ("-m joint --temperature 1", "joint decodes greedily only"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    words: str, line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECGEN_API_KEY", raising=False)
+    code, out, err = run_main(monkeypatch, capfd, "serve", *words.split())
+    assert (code, out) == (2, "")
+    assert line in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_one_line(
+    served: Served, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = served.address.rpartition(":")[2]
+    code, _, err = run_main(monkeypatch, capfd, "serve", "--port", port)
+    assert code == 2
+    assert err.startswith(f"error: cannot listen at 127.0.0.1, port {port}: ")
