@@ -28,7 +28,7 @@ from specgen import methods
 from specgen.base.errors import RunError
 from specgen.base.machine import ARITHMETIC
 from specgen.base.types import Draft, Verdict
-from specgen.compare import transformers_generate
+from specgen.compare import results, transformers_generate
 from specgen.compare.results import as_fast_as, candidates, method_results
 from specgen.compare.runner import read_comparison
 from specgen.compare.verdict import Difference, count_outcomes, judge, outcome_text, tie_threshold
@@ -96,7 +96,11 @@ def recomputed(own: Lines, plain_runs: Lines) -> dict[str, Any]:
     }
 
 
-def test_every_figure_recomputes_from_the_trace(compare: Compare, tmp_path: Path) -> None:
+def test_every_figure_recomputes_from_the_trace(
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "LEAST_PROMPTS", 2)  # intervals of few prompts
+    monkeypatch.setattr(results, "LEAST_TOKENS", 0)
     trace = tmp_path / "t.jsonl"
     sheet = tmp_path / "f.csv"
     options = ("-m", METHODS, "-n", "18", "--repeats", "3", "--ignore-eos", "--by-category")

@@ -12,6 +12,8 @@ import pytest
 import traces
 from cli_helpers import run_main
 
+from specgen.compare import results
+
 Inspect = Callable[..., tuple[str, str]]
 
 
@@ -33,7 +35,7 @@ def written(path: Path, *runs: list[traces.Line]) -> Path:
 
 
 def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(
-    inspect: Inspect, tmp_path: Path
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = [
         traces.a_run("pearl", spec="pearl", settings={"window": window}) for window in (8, 12, 10)
@@ -57,6 +59,10 @@ def test_runs_that_a_comparison_wrote_as_one_method_are_one_group(
     }
     assert rows[5] == "lossy: the output differs from the target's by design, so it is not ranked."
     assert "3 runs, window 8–12" in " ".join(out.split())
+    inspect(trace, "--html", page)
+    assert "was the fastest" not in page.read_text(), "too few runs"
+    monkeypatch.setattr(results, "LEAST_PROMPTS", 1)
+    monkeypatch.setattr(results, "LEAST_TOKENS", 0)
     inspect(trace, "--html", page)
     html = page.read_text()
     assert "was the fastest lossless method" in html
@@ -111,7 +117,11 @@ def test_the_output_contains_no_nan(inspect: Inspect, tmp_path: Path) -> None:
     assert math.isfinite(json.loads(lines)["seconds"])
 
 
-def test_runs_on_different_prompts_are_not_ranked(inspect: Inspect, tmp_path: Path) -> None:
+def test_runs_on_different_prompts_are_not_ranked(
+    inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "LEAST_PROMPTS", 1)
+    monkeypatch.setattr(results, "LEAST_TOKENS", 0)
     page = tmp_path / "page.html"
     for prompt, headline in (([1, 2, 3], "was the fastest: "), ([9], "2 recordings side by side")):
         inspect(
@@ -143,3 +153,16 @@ def test_a_character_of_several_tokens_is_whole_in_the_text_of_a_page(
     )
     shown = re.findall(r'data-tip="[^"]*"> ?<i>([^<]*)</i>', page.read_text(encoding="utf-8"))
     assert shown == ["Hi", "", "🙂", "and", "é"]
+
+
+def test_theorem_2_is_not_compared_with_few_generations(inspect: Inspect, tmp_path: Path) -> None:
+    lines = traces.a_run("pearl", spec="pearl")
+    for line in lines[2:-1]:
+        line["mode"] = "post-verify"
+
+    def text(runs: int) -> str:
+        return inspect(written(tmp_path, *[lines] * runs))[0]
+
+    assert "Tokens until a rejection" in text(9)
+    assert "Theorem 2" not in text(9)
+    assert "Theorem 2" in text(10)

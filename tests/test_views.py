@@ -248,7 +248,7 @@ def test_every_line_fits_its_width(width: int) -> None:
     }
     for name, text in found.items():
         assert max(map(len, text.splitlines()), default=0) <= max(
-            width, 52 * (name == "comparison")
+            width, 53 * (name == "comparison")
         ), name
     assert found["trace"].count("Where the time went") == 4
     # no name is cut

@@ -30,7 +30,7 @@ from specgen.cli.commands import check_outputs, options_given
 from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingGroup, SamplingOptions
 from specgen.compare.method_specs import MethodSpec, parse_specs, with_dtypes
-from specgen.compare.prompts import load_prompts
+from specgen.compare.prompts import load_prompts, picked
 from specgen.compare.results import (
     BenchmarkConfig,
     MethodResult,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 # of a comparison without options
-USUAL_PROMPTS = 8
+USUAL_PROMPTS = 12
 USUAL_METHODS = 6
 USUAL_BUDGET = 60.0  # seconds
 ENDED_BY_BUDGET = "The time was up (--budget SECONDS); -m all compares every method."
@@ -144,9 +144,8 @@ def _config(
     limit = asked.limit
     if limit is None and asked.prompts is None:
         limit = USUAL_PROMPTS
-    prompts = load_prompts(
-        asked.prompts, category=asked.category, limit=limit, all_turns=asked.turns
-    )
+    available = load_prompts(asked.prompts, category=asked.category, all_turns=asked.turns)
+    prompts = available if limit is None else picked(available, limit)
     return BenchmarkConfig(
         specs,
         prompts,
@@ -156,6 +155,7 @@ def _config(
         output.record is not None,
         output.perplexity or (recorded is not None and recorded.has("perplexity")),
         output.energy or (recorded is not None and recorded.has("energy")),
+        len(available),
     )
 
 

@@ -220,7 +220,11 @@ COMPARE_ROWS: Rows = {
             "question.jsonl."
         ),
     ),
-    "limit": ("N", "Use at most N prompts, taken from the categories in turn."),
+    "limit": (
+        "N",
+        "Use at most N prompts, taken from the categories in turn. Default: 12 of the 36 in "
+        "examples.yaml, all of --prompts.",
+    ),
     "turns": (
         "",
         (

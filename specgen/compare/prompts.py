@@ -101,11 +101,10 @@ def load_prompts(
         raise SpecgenError(
             f"{chosen} has only prompts for tuning", "Write some without `tuning: true`"
         )
-    questions = own or questions
     prompts = list[ListedPrompt]()
-    for turns in questions if limit is None else _in_turn(questions, limit):
+    for turns in own or questions:
         prompts += turns if all_turns else turns[:1]
-    return prompts
+    return prompts if limit is None else picked(prompts, limit)
 
 
 def _forms() -> str:
@@ -113,20 +112,22 @@ def _forms() -> str:
     return f'Write {{"prompt": "…"}} on each line or, in YAML, prompt: … as {examples_file()} does'
 
 
-def _in_turn(
-    questions: Sequence[Sequence[ListedPrompt]], limit: int
-) -> list[Sequence[ListedPrompt]]:
-    """Picks `limit` questions: the first of each category, then the second of each, and so on.
-    Returns them in the file's order."""
-    by_category: dict[str, list[Sequence[ListedPrompt]]] = defaultdict(list)
-    for turns in questions:
-        by_category[turns[0].category].append(turns)
+def picked(prompts: Sequence[ListedPrompt], limit: int) -> list[ListedPrompt]:
+    """Picks the prompts of `limit` questions: the first of each category, then the second of each,
+    and so on. Returns them in the file's order."""
+    by_category: dict[str, list[list[ListedPrompt]]] = defaultdict(list)
+    for prompt in prompts:
+        questions = by_category[prompt.category]
+        if prompt.previous_turns and questions:
+            questions[-1].append(prompt)
+        else:
+            questions.append([prompt])
     taken = [
         turns
         for turns in chain.from_iterable(zip_longest(*by_category.values()))
         if turns is not None
     ]
-    return sorted(taken[:limit], key=lambda turns: turns[0].index)
+    return sorted(chain.from_iterable(taken[:limit]), key=lambda prompt: prompt.index)
 
 
 def _questions(path: Path) -> Iterator[list[ListedPrompt]]:

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 RESAMPLES = 2000
 LEVEL = 0.95
 NOT_RUN = "not run"
-# With fewer prompts, a bootstrap draws from too few values, and its interval is too narrow.
-FEW_PROMPTS = 5
+# With fewer prompts, or fewer tokens of a method in all, a bootstrap draws from too few values: its
+# interval is too narrow, and the first of several methods would often be another one next time.
+LEAST_PROMPTS = 10
+LEAST_TOKENS = 500
 # tokens in a timed pass; times of other widths are interpolated
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 NO_PREDICTION = {"eq14": None, "pass_costs": None}
@@ -56,6 +58,7 @@ class BenchmarkConfig:
     record: bool = False
     perplexity: bool = False
     energy: bool = False
+    available: int | None = None  # prompts that the file holds; None: those in `prompts`
 
     def tuned_on(self, spec: MethodSpec) -> int | None:
         """Returns on how many of the prompts `specgen tune` chose the method's settings; None if
@@ -153,8 +156,9 @@ class MethodResult:
     run.
 
     `speedup` is the ratio of the method's tokens per second to plain decoding's; `low` and `high`
-    are the ends of its 95 % confidence interval. Each is None if it cannot be computed: see
-    `speedup_interval`; plain decoding itself has no interval.
+    are the ends of its 95 % confidence interval, `perplexity_interval` has those of the perplexity.
+    Each is None if it cannot be computed: see `speedup_interval`; the intervals too if the runs are
+    too short, and plain decoding's speedup has none.
     `differences` are the first differences between its outputs and plain decoding's; None if they
     are not compared: when sampling, and for lossy methods. `branches`: some drafts were trees or
     several chains. `by_category` has a result for each category of the prompts. `predicted` has the
@@ -167,6 +171,7 @@ class MethodResult:
     speedup: float | None = None
     low: float | None = None
     high: float | None = None
+    perplexity_interval: tuple[float, float] | None = None
     differences: Sequence[Difference] | None = None
     branches: bool = False
     category: str = ""
@@ -181,6 +186,10 @@ class MethodResult:
     @property
     def is_reference(self) -> bool:
         return self.spec.written == REFERENCE
+
+    @property
+    def is_too_short(self) -> bool:
+        return is_too_short(self.prompts, self.summary.new_tokens)
 
     @property
     def outcomes(self) -> Mapping[str, int]:
@@ -239,6 +248,12 @@ def method_results(results: Results, resamples: int = RESAMPLES) -> list[MethodR
     return methods
 
 
+def is_too_short(prompts: int, tokens: int) -> bool:
+    """Whether so many prompts, or tokens of a method over all of them, are too few for an interval,
+    and to name the fastest method."""
+    return prompts < LEAST_PROMPTS or tokens < LEAST_TOKENS
+
+
 def _result(
     spec: MethodSpec,
     own: Mapping[int, Run],
@@ -262,14 +277,24 @@ def _result(
     speedup, low, high = speedup_interval(pairs, resamples)
     if spec.written == REFERENCE:
         differences = ()
-        low = None
-        high = None
     elif differences is not None:
         differences = [difference for difference in differences if difference.prompt_index in own]
     branches = any(run.branches for run in own.values())
-    return MethodResult(
-        spec, summary, len(own), speedup, low, high, differences, branches, category
+    result = MethodResult(
+        spec,
+        summary,
+        len(own),
+        speedup,
+        differences=differences,
+        branches=branches,
+        category=category,
     )
+    if result.is_too_short:
+        return result
+    perplexities = perplexity_interval([run.line for run in own.values()], resamples)
+    if result.is_reference:
+        return replace(result, perplexity_interval=perplexities)
+    return replace(result, low=low, high=high, perplexity_interval=perplexities)
 
 
 def speedup_interval(
@@ -291,13 +316,49 @@ def speedup_interval(
     speedup = float(_ratio(table.sum(axis=0)))
     if len(table) < 2:
         return speedup, None, None
-    drawn = np.random.default_rng(0).integers(0, len(table), (resamples, len(table)))
-    edges = np.quantile(_ratio(table[drawn].sum(axis=1)), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return speedup, float(edges[0]), float(edges[1])
+    low, high = _interval(_ratio(_drawn_sums(table, resamples)))
+    return speedup, low, high
 
 
 def _ratio(sums: Any) -> Any:
     return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+
+
+def perplexity_interval(
+    lines: Sequence[Mapping[str, Any]], resamples: int
+) -> tuple[float, float] | None:
+    """Returns both ends of the 95 % confidence interval of the perplexity over the runs with these
+    summary lines, one for each prompt: a bootstrap as in `speedup_interval`. None with fewer than
+    two runs, and where the perplexity of one was not measured or it has no tokens."""
+    import numpy as np
+
+    table = []
+    for line in lines:
+        tokens = len(line["token_ids"])
+        perplexity = line.get("perplexity")
+        if not tokens or perplexity is None:
+            return None
+        table.append((tokens * math.log(perplexity), tokens))
+    if len(table) < 2:
+        return None
+    sums = _drawn_sums(np.array(table), resamples)
+    return _interval(np.exp(sums[:, 0] / sums[:, 1]))
+
+
+def _drawn_sums(table: Any, resamples: int) -> Any:
+    """Returns the sums [resamples, columns] of as many rows of `table` as it has, drawn with
+    replacement, with a fixed seed."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).integers(0, len(table), (resamples, len(table)))
+    return table[drawn].sum(axis=1)
+
+
+def _interval(values: Any) -> tuple[float, float]:
+    import numpy as np
+
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 def ranked(results: Sequence[MethodResult]) -> list[MethodResult]:
@@ -333,28 +394,17 @@ def candidates(results: Sequence[MethodResult]) -> list[MethodResult]:
 
 
 def best(results: Sequence[MethodResult]) -> MethodResult | None:
-    """Returns the fastest lossless method, of the `candidates`; None if there are none."""
-    return next(iter(candidates(results)), None)
+    """Returns the fastest lossless method, of the `candidates`; None if there are none, or if what
+    was measured is too short to name one."""
+    first = next(iter(candidates(results)), None)
+    return None if first is None or first.is_too_short else first
 
 
 def as_fast_as(results: Sequence[MethodResult], top: MethodResult) -> list[MethodResult]:
     """Returns the methods that may be as fast as the best one, `top`: their 95 % confidence
-    intervals reach its speedup. With fewer than `FEW_PROMPTS` prompts intervals are not reliable:
-    then none."""
-    if too_few_prompts(top):
-        return []
+    intervals reach its speedup."""
     others = (result for result in candidates(results) if result is not top)
     return [result for result in others if (result.high or 0.0) >= (top.speedup or 0.0)]
-
-
-def too_few_prompts(result: MethodResult) -> str:
-    """Returns a sentence that says why a speedup measured on so few prompts has no reliable
-    interval; empty if it has one."""
-    if result.prompts == 1:
-        return "One prompt gives no interval."
-    if result.prompts >= FEW_PROMPTS:
-        return ""
-    return f"{result.prompts} prompts are too few for a reliable interval."
 
 
 def not_run(results: Sequence[MethodResult]) -> list[tuple[list[str], str]]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from specgen.base.text import counted, significant
 from specgen.base.types import Round
+from specgen.compare.results import LEAST_PROMPTS
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import Bin, TraceStatistics, bounds_of, calibration_of, posteriors
@@ -201,22 +202,28 @@ def _rounds(rounds: Sequence[Round], statistics: TraceStatistics) -> Chart:
 
 
 def _until_rejection(statistics: TraceStatistics) -> Chart:
-    """The lengths of PEARL's runs of accepted tokens, beside what its Theorem 2 expects."""
+    """The lengths of PEARL's runs of accepted tokens, beside what its Theorem 2 expects, unless the
+    generations are too few to compare a mean with an expectation."""
     runs = statistics.runs_of_accepted() or {}
     rest = ""
     if runs["unfinished"]:
         rest = f"; {counted(runs['unfinished'], 'token')} accepted after the last rejections"
-    expected = (
-        f"1/(1−α) = {runs['expected']:.1f} by Theorem 2, α {runs['alpha']:.0%} with unfinished runs"
-    )
-    notes = [
-        f"{counted(runs['complete'], 'complete run')}, longest {runs['longest']:,}{rest}.",
-        f"Mean: {runs['mean']:.1f} with the correction; {expected}.",
-        (
-            f"Deviation: {runs['deviation']:.1f}; {runs['expected_deviation']:.1f} if tokens "
-            "were accepted independently."
-        ),
-    ]
+    notes = [f"{counted(runs['complete'], 'complete run')}, longest {runs['longest']:,}{rest}."]
+    mean = f"Mean: {runs['mean']:.1f} with the correction"
+    deviation = f"Deviation: {runs['deviation']:.1f}"
+    if statistics.runs < LEAST_PROMPTS:
+        notes.append(f"{mean}. {deviation}.")
+    else:
+        notes += [
+            (
+                f"{mean}; 1/(1−α) = {runs['expected']:.1f} by Theorem 2, α {runs['alpha']:.0%} "
+                "with unfinished runs."
+            ),
+            (
+                f"{deviation}; {runs['expected_deviation']:.1f} if tokens were accepted "
+                "independently."
+            ),
+        ]
     return Chart("until-rejection", "Tokens until a rejection", notes=notes)
 
 

@@ -16,14 +16,16 @@ from rich.text import Text
 from specgen.base.text import counted, one_line
 from specgen.base.types import PHASES, SamplingParams
 from specgen.compare.results import (
+    LEAST_PROMPTS,
+    LEAST_TOKENS,
     NOT_RUN,
     MethodResult,
     Results,
     as_fast_as,
     best,
+    candidates,
     not_run,
     ranked,
-    too_few_prompts,
 )
 from specgen.compare.verdict import Difference
 from specgen.view.comparison_columns import (
@@ -132,7 +134,8 @@ def headline(report: Report) -> str:
     config = report.results.config
     sampling = config.sampling
     measured = max((result.prompts for result in report.methods), default=0)
-    total = len(config.prompts) - len(report.results.skipped)
+    total = config.available or len(config.prompts)
+    total -= len(report.results.skipped)
     prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
     repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
     limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
@@ -203,28 +206,40 @@ def verdict(report: Report) -> str:
 def _conclusion(report: Report) -> str:
     """Returns which method is the fastest of those that keep the output; empty if nothing was
     measured beside plain decoding."""
-    top = best(report.methods)
-    if top is None or top.speedup is None:
+    first = next(iter(candidates(report.methods)), None)
+    if first is None or first.speedup is None:
         return ""
-    name = top.spec.written
-    gain = f"{top.speedup:.2f}×"
-    few = too_few_prompts(top)
-    caution = f" {few}" if few else ""
-    if top.speedup <= 1:
-        return (
-            f"Nothing here is faster than plain decoding (ar); the best is {name} at "
-            f"{gain}.{caution}"
+    name = first.spec.written
+    gain = f"{first.speedup:.2f}×"
+    if first.speedup <= 1:
+        conclusion = (
+            f"Nothing here is faster than plain decoding (ar); the best is {name} at {gain}."
         )
-    if top.low is not None and top.low <= 1:
-        unsure = f"{name} comes first at {gain}, but its interval reaches down to {top.low:.2f}×"
+        return f"{conclusion} {_too_short(first)}" if first.is_too_short else conclusion
+    if first.is_too_short:
+        return f"{name} came first here: {gain} plain decoding (ar). {_too_short(first)}"
+    if first.low is not None and first.low <= 1:
+        unsure = f"{name} comes first at {gain}, but its interval reaches down to {first.low:.2f}×"
         return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."
     kept = "output" if report.results.config.sampling.greedy else "distribution"
-    place = "comes first of the methods that keep" if few else "is the fastest that keeps"
-    conclusion = f"{name} {place} the target's {kept}: {gain} plain decoding (ar).{caution}"
-    close = ", ".join(result.spec.written for result in as_fast_as(report.methods, top))
+    conclusion = (
+        f"{name} is the fastest that keeps the target's {kept}: {gain} plain decoding (ar)."
+    )
+    close = ", ".join(result.spec.written for result in as_fast_as(report.methods, first))
     if close:
         conclusion += f" Too close to call: {close}."
     return conclusion
+
+
+def _too_short(result: MethodResult) -> str:
+    """Returns a sentence that says why so short a measurement does not tell the fastest method."""
+    measured = (
+        f"{counted(result.prompts, 'prompt')} and {counted(result.summary.new_tokens, 'token')}"
+    )
+    return (
+        f"{measured} are too few to tell the fastest method: at least {LEAST_PROMPTS} and "
+        f"{LEAST_TOKENS} are needed."
+    )
 
 
 def _differences(report: Report) -> list[Text]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,15 @@ def _interval(row: MethodResult) -> str:
     return f"{row.low:.2f}–{row.high:.2f}"
 
 
+def _perplexity_interval(row: MethodResult) -> str:
+    low, high = row.perplexity_interval or (math.nan, math.nan)
+    return f"{low:.2f}–{high:.2f}"
+
+
+def _perplexity_end(end: int) -> Callable[[MethodResult], float | None]:
+    return lambda row: None if row.perplexity_interval is None else row.perplexity_interval[end]
+
+
 def _outcome(outcome: str) -> Callable[[MethodResult], int | None]:
     return lambda row: row.outcomes.get(outcome)
 
@@ -144,11 +154,22 @@ COLUMNS = (
         _interval,
         4,
         value=attrgetter("low"),
+        is_optional=True,
         is_speed=True,
         is_interval=True,
     ),
     Column("speedup_high", value=attrgetter("high")),
     Column("perplexity", "perp-\nlexity", "{:.2f}", 7, "perplexity", is_optional=True),
+    Column(
+        "perplexity_low",
+        "95%\ninterval",
+        _perplexity_interval,
+        7,
+        value=_perplexity_end(0),
+        is_optional=True,
+        is_interval=True,
+    ),
+    Column("perplexity_high", value=_perplexity_end(1)),
     Column(
         "joules_per_token",
         "joules\na token",

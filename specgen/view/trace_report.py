@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specgen.base.text import counted
+from specgen.compare.results import is_too_short
 from specgen.pair.figures import Figures
 from specgen.traces.reader import TracedRun
 from specgen.traces.statistics import TraceStatistics
@@ -72,13 +73,12 @@ COLUMNS = (
 
 
 def best(shown: Sequence[RecordedMethod]) -> RecordedMethod | None:
-    """Returns the fastest lossless method; None where all methods are lossy or no time was
-    recorded."""
-    return max(
-        (entry for entry in shown if entry.lossless and entry.speed),
-        key=lambda entry: entry.speed,
-        default=None,
-    )
+    """Returns the fastest lossless method; None where all methods are lossy, no time was recorded
+    or what was recorded is too short to name one."""
+    timed = [entry for entry in shown if entry.lossless and entry.speed]
+    if any(is_too_short(entry.figures.runs, entry.figures.summary.new_tokens) for entry in timed):
+        return None
+    return max(timed, key=lambda entry: entry.speed, default=None)
 
 
 def conditions(start: Mapping[str, Any], runs: int) -> str:
