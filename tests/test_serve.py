@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from cli_helpers import run_main
 from serving import Served, serving
 
@@ -211,6 +212,11 @@ def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair)
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("logit_bias", {"logit_bias": {"5": 3}}),
         ("modalities", {"modalities": ["audio"]}),
+        ("top_logprobs", {"top_logprobs": 3}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+        ("logprobs", {"logprobs": 1}),
+        ("prediction", {"prediction": "text"}),
+        ("prediction", {"prediction": {"type": "content"}}),
         ("specgen.method", {"specgen": {"method": "svib"}}),
         ("specgen.method", {"specgen": {"method": "svip:threshold=x"}}),
         ("messages", {"messages": [{"role": "user", "content": "word " * 3000}]}),
@@ -450,3 +456,82 @@ def test_a_port_that_is_taken_is_one_line(
     code, _, err = run_main(monkeypatch, capfd, "serve", "--port", port)
     assert code == 2
     assert err.startswith(f"error: cannot listen at 127.0.0.1, port {port}: ")
+
+
+# log-probabilities and predictions
+
+
+def expected_log_probs(pair: Pair, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = pair.target.transformers_module(torch.tensor([[*prompt, *ids]])).logits[0]
+    return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_of_a_completion(
+    client: openai.OpenAI, pair: Pair, streamed: bool
+) -> None:
+    answer: Any = client.completions.create(
+        model=model(client), prompt=PROMPT, max_tokens=30, logprobs=2, stream=streamed
+    )
+    given = [chunk.choices[0] for chunk in answer if chunk.choices] if streamed else answer.choices
+    lists = [choice.logprobs for choice in given if choice.logprobs is not None]
+    text = "".join(choice.text for choice in given)
+    ids = pair.generate(PROMPT, "ar", max_new_tokens=30).token_ids
+    expected = expected_log_probs(pair, pair.tokenizer.encode(PROMPT), ids)
+    found = [value for part in lists for value in part.token_logprobs]
+    assert found == pytest.approx(
+        [float(expected[row, id_]) for row, id_ in enumerate(ids)], abs=1e-3
+    )
+    tokens = [token for part in lists for token in part.tokens]
+    offsets = [offset for part in lists for offset in part.text_offset]
+    assert "".join(tokens) == text
+    assert all(text.startswith(token, at) for token, at in zip(tokens, offsets, strict=True))
+    for token, top in zip(
+        tokens, (top for part in lists for top in part.top_logprobs), strict=True
+    ):
+        assert token in top
+        assert 2 <= len(top) <= 3
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_log_probabilities_of_a_conversation_end_with_its_text(
+    client: openai.OpenAI, pair: Pair, streamed: bool
+) -> None:
+    answer: Any = client.chat.completions.create(
+        model=model(client), messages=MESSAGES, logprobs=True, top_logprobs=4, stream=streamed
+    )
+    given = [chunk.choices[0] for chunk in answer] if streamed else answer.choices
+    parts = [choice.delta if streamed else choice.message for choice in given]
+    text = "".join(part.content or "" for part in parts)
+    entries = [entry for choice in given if choice.logprobs for entry in choice.logprobs.content]
+    assert "".join(entry.token for entry in entries) == text
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
+    assert all(len(entry.top_logprobs) == 4 for entry in entries)
+    first = entries[0]
+    assert first.top_logprobs[0].logprob == first.logprob, "greedy"
+
+
+def test_characters_of_several_tokens_have_all_their_bytes(served: Served, pair: Pair) -> None:
+    body = {"prompt": "Löwe: 🦁🦁🦁🦁", "max_tokens": 24, "temperature": 2, "seed": 4}
+    chat = {"messages": [{"role": "user", "content": body.pop("prompt")}], "logprobs": True, **body}
+    _, _, answer = served.ask("/v1/chat/completions", chat)
+    choice = answer["choices"][0]
+    spelled = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
+    assert spelled.decode(errors="replace") == choice["message"]["content"]
+
+
+def test_a_prediction_is_drafted_and_changes_nothing(served: Served) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 60, "specgen": {"rounds": True}}
+    _, _, plain = served.ask("/v1/chat/completions", body)
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, text.replace("e", "a"), [{"type": "text", "text": text}]):
+        given = {**body, "prediction": {"type": "content", "content": content}}
+        _, _, answer = served.ask("/v1/chat/completions", given)
+        assert answer["choices"][0]["message"]["content"] == text
+    passes = [answer["specgen"]["summary"]["target_passes"] for answer in (plain, answer)]
+    assert passes[1] < passes[0]
+    reasons = [round_["stop_reason"] or "" for round_ in answer["specgen"]["rounds"]]
+    assert any("prediction" in reason for reason in reasons)
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 3

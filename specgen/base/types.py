@@ -48,8 +48,9 @@ class SamplingParams:
 
     `min_p` cuts the tokens whose probability is less than this share of the likeliest token's.
     `seed` None: a random seed. `stop` are strings that end the generated text;
-    `ignore_eos` generates on after an end-of-sequence token. Raises SpecgenError for a value out of
-    range.
+    `ignore_eos` generates on after an end-of-sequence token. `logprobs` records the
+    log-probability of each token and those of so many of the likeliest tokens (see
+    `Verdict.log_probs`); None: nothing. Raises SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = _number(128, 1, LARGEST)
@@ -60,6 +61,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_p: float = _number(0.0, 0, 1, is_filter=True)
+    logprobs: int | None = _number(None, 0, 100)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -277,6 +279,19 @@ class DistributionOverlap:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogProbs:
+    """The log-probability (nats) of a token of the output under the target, and those of the
+    likeliest tokens at its position, the likeliest first: `top` has their ids.
+
+    They are the target's own: at temperature 1, without penalties and filters.
+    """
+
+    log_prob: float
+    top: Sequence[int] = ()
+    top_log_probs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of verifying a draft: the accepted nodes (`path`), in order, and the `token` that
     the target chose after them.
@@ -286,7 +301,8 @@ class Verdict:
     or if the target's logits after the last accepted node are missing; `source` is None then too.
     `agreement` compares both models' probabilities; None unless recorded. `ties` counts the
     target's choices in this verdict that rounding may have decided: in half precision, its two
-    largest logits were equal.
+    largest logits were equal. `log_probs` has an entry for each token of the path and for `token`,
+    if the sampling parameters ask for them.
     """
 
     path: tuple[int, ...] = ()
@@ -294,6 +310,7 @@ class Verdict:
     source: Source | None = None
     agreement: DistributionOverlap | None = None
     ties: int = 0
+    log_probs: Sequence[TokenLogProbs] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specgen.decoding.multi_draft import k_sequential_verifier as k_sequential_verifier
     from specgen.decoding.multi_draft import multi_round_verifier as multi_round_verifier
     from specgen.decoding.parallel import Parallel as Parallel
+    from specgen.decoding.predicted_output import PredictedOutput as PredictedOutput
     from specgen.decoding.run import Clock as Clock
     from specgen.decoding.run import Run as Run
     from specgen.decoding.run import StopTexts as StopTexts
@@ -52,6 +53,7 @@ _MODULES = {
     "NoDrafter": "drafting",
     "OuroborosDrafter": "lookahead",
     "Parallel": "parallel",
+    "PredictedOutput": "predicted_output",
     "RejectionSampling": "verification",
     "Run": "run",
     "Setup": "drafting",

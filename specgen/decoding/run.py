@@ -16,7 +16,7 @@ from specgen.base.settings import Settings
 from specgen.base.types import PHASES, Context, Draft, FinishReason, Mode, Round, Verdict
 from specgen.decoding.drafting import Drafter, LearningDrafter
 from specgen.decoding.policy_base import LengthPolicy
-from specgen.decoding.verification import Verifier, with_agreement
+from specgen.decoding.verification import Verifier, with_agreement, with_log_probs
 from specgen.engine.devices import device_timer, inference
 from specgen.engine.text.stop_strings import StopStrings
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from specgen.decoding.parallel_costs import ParallelCosts
+    from specgen.decoding.predicted_output import PredictedOutput
     from specgen.engine.devices import DeviceTimer
     from specgen.engine.forward_pass import ModelOutput
     from specgen.engine.model_runner import VerifyingRunner
@@ -162,7 +163,9 @@ class Run:
     values in place of `auto`. `seed` is the seed of all random numbers of the run. `costs` are the
     pass times from which PEARL's window was computed (`ParallelCosts`); None for other methods, and
     if the user gave the window. `lock` is held while a round is made, and not between rounds: runs
-    that share models have the same one.
+    that share models have the same one. `prediction` drafts what the user expects the output to be,
+    before the drafter is asked; None if nothing is expected. `log_probs` is
+    `SamplingParams.logprobs`.
     """
 
     context: Context
@@ -179,6 +182,8 @@ class Run:
     seed: int = 0
     costs: ParallelCosts | None = None
     lock: Turns = field(default_factory=Turns)
+    prediction: PredictedOutput | None = None
+    log_probs: int | None = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
 
@@ -203,14 +208,36 @@ class Run:
         self.clock.lap("prefill", on_device=True)
         return self.commit("prefill", Draft(), self.verify(Draft(), output))
 
-    def verify(self, draft: Draft, output: ModelOutput) -> Verdict:
-        """Verifies a draft by the target's `output`. Raises RunError as `Verifier.verify` does.
+    def verify(
+        self, draft: Draft, output: ModelOutput, verifier: Verifier | None = None
+    ) -> Verdict:
+        """Verifies a draft by the target's `output`, with another `verifier` than the run's if one
+        is given. Raises RunError as `Verifier.verify` does.
 
         If the draft has its logits, the verdict's `agreement` compares both models' distributions.
         """
-        verdict = with_agreement(self.verifier.verify(draft, output), draft, output)
+        verdict = (self.verifier if verifier is None else verifier).verify(draft, output)
+        verdict = with_agreement(verdict, draft, output)
+        if self.log_probs is not None:
+            verdict = with_log_probs(verdict, draft, output, self.log_probs)
         self.clock.lap("sample")
         return verdict
+
+    def predicted_round(self) -> Round | None:
+        """Verifies the next tokens of the output that the user expects, and returns the round. None
+        if nothing is expected, or if the output has left the expectation. The clock runs
+        already."""
+        if self.prediction is None:
+            return None
+        # room for the target's own token
+        draft = self.prediction.propose(self.context, self.remaining - 1)
+        if not draft.tokens:
+            return None
+        self.clock.lap("draft")
+        output = self.target.logits(self.context, draft.tokens, draft.parents)
+        self.clock.lap("verify", on_device=True)
+        verdict = self.verify(draft, output, self.prediction.verifier)
+        return self.commit("sequential", draft, verdict, is_predicted=True)
 
     def commit(
         self,
@@ -221,6 +248,7 @@ class Run:
         *,
         target_passes: int = 1,
         unjudged: int = 0,
+        is_predicted: bool = False,
     ) -> Round:
         """Appends the verdict's tokens to the context, up to the end of the output, and returns the
         finished round.
@@ -229,7 +257,8 @@ class Run:
         output has ended. In PEARL, the last `unverified` tokens of the draft (a chain) are not
         judged by this verdict. If all tokens before them were accepted and the output has not
         ended, they are left out of the round, because the next round verifies and reports them.
-        `unjudged` is the number of nodes that the target's pass ran besides the draft.
+        `unjudged` is the number of nodes that the target's pass ran besides the draft. The policy
+        learns nothing from a draft that `is_predicted` (see `predicted_round`).
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -238,7 +267,7 @@ class Run:
             tokens.append(verdict.token)
         self.context.extend(tokens)
         self.clock.lap("other")
-        if mode != "prefill":
+        if mode != "prefill" and not is_predicted:
             self.policy.observe(draft.levels - unverified, accepted)
         self.clock.lap("policy")
 
@@ -266,7 +295,13 @@ class Run:
         """
         for position, node in enumerate(verdict.path):
             if self._ends(draft.tokens[node]):
-                return replace(verdict, path=verdict.path[: position + 1], token=None, source=None)
+                return replace(
+                    verdict,
+                    path=verdict.path[: position + 1],
+                    token=None,
+                    source=None,
+                    log_probs=verdict.log_probs[: position + 1],
+                )
         if verdict.token is not None:
             self._ends(verdict.token)
         return verdict
@@ -331,6 +366,9 @@ def sequential(run: Run) -> Iterator[Round]:
 @inference
 def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
+    predicted = run.predicted_round()
+    if predicted is not None:
+        return predicted
     limit = run.remaining - 1  # room for the target's own token
     draft = run.drafter.propose(run.context, run.policy, limit)
     draft = draft.with_predictions(run.policy.predictions)

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specgen.base.types import DistributionOverlap, Draft, SamplingParams, Source, Verdict
+from specgen.base.types import (
+    DistributionOverlap,
+    Draft,
+    SamplingParams,
+    Source,
+    TokenLogProbs,
+    Verdict,
+)
 from specgen.decoding import token_sampling
 from specgen.engine.devices import inference, move, upload
 
@@ -123,6 +130,30 @@ def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdi
         before = before[upload(rows, before.device)]
     agreement = DistributionOverlap(*token_sampling.overlap_and_kl(before, draft.logits))
     return replace(verdict, agreement=agreement)
+
+
+@inference
+def with_log_probs(verdict: Verdict, draft: Draft, output: ModelOutput, count: int) -> Verdict:
+    """Returns the verdict with `log_probs`: those of its tokens, and of the `count` likeliest
+    tokens at each of their positions."""
+    tokens = [draft.tokens[node] for node in verdict.path]
+    if verdict.token is not None:
+        tokens.append(verdict.token)
+    rows = [0, *(node + 1 for node in verdict.path)][: len(tokens)]
+    logits = output.model_logits
+    chosen = upload(torch.tensor([rows, tokens], dtype=torch.int64), logits.device)
+    log_probs = logits.index_select(0, chosen[0]).float().log_softmax(dim=-1)
+    values, top = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+    # the ids are exact: a float64 holds integers up to 2^53
+    own = log_probs.gather(1, chosen[1][:, None])
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
+    numbers = torch.cat((own.to(exact), values.to(exact), top.to(exact)), dim=1).tolist()
+    width = values.shape[1]
+    entries = [
+        TokenLogProbs(row[0], [int(token) for token in row[1 + width :]], row[1 : 1 + width])
+        for row in numbers
+    ]
+    return replace(verdict, log_probs=entries)
 
 
 def own_tokens(

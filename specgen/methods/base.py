@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specgen.decoding.costs import RoundCosts
     from specgen.decoding.drafting import Drafter, Setup
     from specgen.decoding.parallel_costs import ParallelCosts
+    from specgen.decoding.predicted_output import PredictedOutput
     from specgen.decoding.run import Run, Schedule
     from specgen.decoding.verification import Verifier
     from specgen.engine.draft_model import DraftModel
@@ -88,7 +89,8 @@ class Request:
     `record`: each round also measures how close the target's and the draft's probabilities are at
     each drafted token. `tuned_costs` are those of the profile that chose the method (see
     `Measurements.tuned_costs`), None if none did. `own_seed` is the seed of the run's random
-    numbers, where this is not to be that of `sampling`.
+    numbers, where this is not to be that of `sampling`. `prediction` are the tokens that the user
+    expects as output, which are drafted too; empty: none are.
 
     Raises SpecgenError if the method cannot decode with the settings and the sampling parameters.
     """
@@ -102,6 +104,7 @@ class Request:
     record: bool = False
     tuned_costs: Mapping[str, RoundCosts] | None = None
     own_seed: int | None = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.method.check_request(self.settings, self.sampling)
@@ -447,9 +450,7 @@ def make_run(
     assert setup.target is not None
     sampling = request.sampling
     if verifier is None:
-        verifier = decoding.GreedyVerifier()
-        if not sampling.greedy:
-            verifier = decoding.RejectionSampling(*setup.for_verifier)
+        verifier = lossless_verifier(setup, "target")
     return decoding.Run(
         context=Context(request.prompt_ids),
         target=setup.target,
@@ -465,7 +466,26 @@ def make_run(
         seed=setup.seed,
         costs=costs,
         lock=models.lock,
+        prediction=predicted_output(request, setup),
+        log_probs=sampling.logprobs,
     )
+
+
+def lossless_verifier(setup: Setup, name: str) -> Verifier:
+    """Makes a verifier for drafts of any kind. Its random numbers come from a seed of its own, by
+    its `name`."""
+    if setup.sampling.greedy:
+        return decoding.GreedyVerifier()
+    assert setup.target is not None
+    seed = derive_seed(setup.seed, name)
+    return decoding.RejectionSampling(setup.sampling, setup.target.device, seed)
+
+
+def predicted_output(request: Request, setup: Setup) -> PredictedOutput | None:
+    """Returns what drafts the output that the user expects; None if nothing is expected."""
+    if not request.prediction:
+        return None
+    return decoding.PredictedOutput(request.prediction, lossless_verifier(setup, "prediction"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
-from specgen.base.settings import Setting
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import SamplingParams
 from specgen.methods.base import Method, Tuning, make_run, make_setup
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ class Joint(Method):
         ),
     }
     tuning = Tuning("search", grids=(), is_yardstick=True)
+
+    def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
+        super().check_request(settings, sampling)
+        if sampling.logprobs is not None:
+            raise SpecgenError(
+                f"{self.name} chooses whole blocks, and gives no log-probabilities",
+                "Leave logprobs out, or take another method",
+            )
 
     def start(self, models: Models, request: Request) -> Run:
         setup = make_setup(models, request, models.plain())

@@ -116,6 +116,13 @@ def encoded(prompt: Prompt, tokenizer: Tokenizer) -> tuple[Sequence[int], str]:
     return tokenizer.conversation(given), tokenizer.turn_end
 
 
+def continuation_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Returns the token ids of a text as an output has them, which begins after a prompt."""
+    if not text:
+        return []
+    return tokenizer.encode_after("\n", text) or tokenizer.encode(text, special=False)
+
+
 def several(prompt: object) -> list[Prompt] | None:
     """Returns the prompts in a list of texts, of lists of token ids or of lists of messages; None
     if `prompt` is one prompt.

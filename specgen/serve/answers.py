@@ -3,24 +3,34 @@ they are generated."""
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specgen.serve.queue import Done, Ended, Event, Piece, Usage
+from specgen.serve.queue import Done, Ended, Event, Piece, ScoredToken, Usage
+
+_IMPOSSIBLE = -9999.0  # for a log-probability of minus infinity, as OpenAI has it
 
 
 class Answers(ABC):
-    """Writes the answers to one request. `model` is the model's name; `has_rounds`: the client
-    asked for rounds; `is_streamed` and `has_usage` say which chunks it gets."""
+    """Writes the answers to one request. `model` is the model's name. `has_rounds`, `has_usage` and
+    `has_log_probs` say what the client has asked for."""
 
     prefix: str
     whole: str
     part: str
 
-    def __init__(self, model: str, *, has_rounds: bool = False, has_usage: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        has_rounds: bool = False,
+        has_usage: bool = False,
+        has_log_probs: bool = False,
+    ) -> None:
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "object": self.part,
@@ -29,7 +39,18 @@ class Answers(ABC):
         }
         self._has_rounds = has_rounds
         self._has_usage = has_usage
+        self._has_log_probs = has_log_probs
         self._begun = set[int]()
+
+    @abstractmethod
+    def _listed(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        """Returns tokens with their log-probabilities."""
+
+    def _log_probs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Returns the log-probabilities of the pieces' tokens; None if none were asked for."""
+        if not self._has_log_probs:
+            return None
+        return self._listed([token for piece in pieces for token in piece.tokens])
 
     @abstractmethod
     def _opening(self, choice: int) -> dict[str, Any] | None:
@@ -71,7 +92,7 @@ class Answers(ABC):
             if opening is not None:
                 yield self._chunk(opening)
         rounds = [line for piece in pieces for line in piece.rounds]
-        if rounds or any(piece.text for piece in pieces):
+        if rounds or any(piece.text or piece.tokens for piece in pieces):
             yield self._chunk(self._piece(choice, pieces), rounds=rounds)
 
     def _chunk(
@@ -123,7 +144,8 @@ class ChatAnswers(Answers):
         return self._delta(choice, {"role": "assistant", "content": ""})
 
     def _piece(self, choice: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        return self._delta(choice, {"content": "".join(piece.text for piece in pieces)})
+        delta = self._delta(choice, {"content": "".join(piece.text for piece in pieces)})
+        return {**delta, "logprobs": self._log_probs(pieces)}
 
     def _end(self, event: Ended) -> dict[str, Any]:
         return {**self._delta(event.choice, {}), "finish_reason": event.reason}
@@ -133,7 +155,21 @@ class ChatAnswers(Answers):
 
     def _choice(self, text: str, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"message": message, "logprobs": None, "finish_reason": reason}
+        return {
+            "message": message,
+            "logprobs": self._log_probs(pieces),
+            "finish_reason": reason,
+        }
+
+    def _listed(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        content = [
+            {
+                **_entry(token.token, token.log_prob),
+                "top_logprobs": [_entry(*other) for other in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 class CompletionAnswers(Answers):
@@ -146,7 +182,12 @@ class CompletionAnswers(Answers):
 
     def _piece(self, choice: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        return {"index": choice, "text": text, "logprobs": None, "finish_reason": None}
+        return {
+            "index": choice,
+            "text": text,
+            "logprobs": self._log_probs(pieces),
+            "finish_reason": None,
+        }
 
     def _end(self, event: Ended) -> dict[str, Any]:
         return {
@@ -157,7 +198,28 @@ class CompletionAnswers(Answers):
         }
 
     def _choice(self, text: str, pieces: Sequence[Piece], reason: str) -> dict[str, Any]:
-        return {"text": text, "logprobs": None, "finish_reason": reason}
+        return {"text": text, "logprobs": self._log_probs(pieces), "finish_reason": reason}
+
+    def _listed(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        top: list[dict[str, float]] = []
+        for token in tokens:
+            others = {other: _finite(log_prob) for (other, _), log_prob in token.top}
+            top.append({**others, token.token[0]: _finite(token.log_prob)})
+        return {
+            "tokens": [token.token[0] for token in tokens],
+            "token_logprobs": [_finite(token.log_prob) for token in tokens],
+            "top_logprobs": top,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+def _entry(token: tuple[str, bytes], log_prob: float) -> dict[str, Any]:
+    text, own = token
+    return {"token": text, "logprob": _finite(log_prob), "bytes": list(own)}
+
+
+def _finite(log_prob: float) -> float:
+    return log_prob if math.isfinite(log_prob) else _IMPOSSIBLE
 
 
 def usage(counts: Usage) -> dict[str, Any]:

@@ -109,7 +109,12 @@ class _Service:
         self._check_model(body.model)
         options = body.stream_options
         has_usage = options is not None and bool(options.include_usage)
-        answers = kind(self._name, has_rounds=asked.rounds, has_usage=has_usage)
+        answers = kind(
+            self._name,
+            has_rounds=asked.rounds,
+            has_usage=has_usage,
+            has_log_probs=asked.sampling.logprobs is not None,
+        )
         job = self._worker.submit(asked)
         try:
             if not body.stream:

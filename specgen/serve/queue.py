@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Round, SamplingParams
+from specgen.base.types import Round, SamplingParams, TokenLogProbs
 from specgen.engine.text.stop_strings import StopStrings
+from specgen.engine.text.token_bytes import NoTokenBytes, token_bytes
 from specgen.pair import records
 from specgen.pair.figures import Figures
-from specgen.pair.prompts import Prompt
+from specgen.pair.prompts import Prompt, continuation_ids
 from specgen.serve.errors import ApiError, of_generation
 from specgen.view.generation import AnswerText
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+    from specgen.engine.text.tokenizer import Tokenizer
     from specgen.methods.base import Request
     from specgen.pair.pair import Pair
 
@@ -37,7 +39,8 @@ class Asked:
     """What a request asks to generate: `count` answers to each of the prompts, one after the other.
 
     With a seed in `sampling`, answer i of a prompt has the seed + i. `prompt_field` is the
-    request's field with the prompts. `method` replaces the server's method, as on the command line;
+    request's field with the prompts. `prediction` is what the client expects as answer, which is
+    drafted too. `method` replaces the server's method, as on the command line;
     None: the server's. `rounds`: the client also gets each round, as in a trace.
     """
 
@@ -45,17 +48,31 @@ class Asked:
     sampling: SamplingParams
     prompt_field: str
     count: int = 1
+    prediction: str = ""
     method: str | None = None
     rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer with its log-probability (nats), and the likeliest tokens at its place
+    with theirs. Each token is its text and its bytes. `offset` is where its text begins in the
+    answer."""
+
+    token: tuple[str, bytes]
+    log_prob: float
+    top: Sequence[tuple[tuple[str, bytes], float]]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer. `choice` is the answer's number. `rounds` are the rounds that it comes
-    from, if they were asked for."""
+    """A piece of an answer. `choice` is the answer's number. `tokens` are its tokens with their
+    log-probabilities, and `rounds` the rounds that it comes from, if they were asked for."""
 
     choice: int
     text: str
+    tokens: Sequence[ScoredToken] = ()
     rounds: Sequence[Mapping[str, Any]] = ()
 
 
@@ -270,8 +287,13 @@ class Worker:
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, asked: Asked) -> Request:
         if asked.method is None:
-            return self.pair.request(prompt, self.method, sampling, **self._settings)
-        return self.pair.request(prompt, asked.method, sampling)
+            request = self.pair.request(prompt, self.method, sampling, **self._settings)
+        else:
+            request = self.pair.request(prompt, asked.method, sampling)
+        if not asked.prediction:
+            return request
+        expected = continuation_ids(asked.prediction, self.pair.tokenizer)
+        return replace(request, prediction=expected)
 
     def _answer(self, job: Job, request: Request, choice: int) -> None:
         """Generates one answer. Ends early if the job is cancelled or ended."""
@@ -284,25 +306,73 @@ class Worker:
         stop = StopStrings.of(request.sampling.stop, tokenizer)
         answer = AnswerText(tokenizer.detokenizer(request.prompt_ids), stop)
 
+        scores = _Scores(answer, tokenizer)
+
         rounds = cast("Generator[Round]", run.rounds())
         with closing(rounds):
             for round_ in _until(rounds, lambda: job.is_cancelled or job.ended_by is not None):
                 figures.add(round_)
-                pieces = answer.add(round_)
+                text = "".join(piece.text for piece in answer.add(round_))
                 lines: Sequence[Mapping[str, Any]] = ()
                 if asked.rounds:
                     lines = [records.round_line(round_, tokenizer.text_of)]
-                job.emit(Piece(choice, "".join(piece.text for piece in pieces), lines))
+                job.emit(Piece(choice, text, scores.after(round_), lines))
 
         job.usage.add(figures)
         if run.finish_reason is None:
             return
         rest = "".join(piece.text for piece in answer.finish())
         if rest:
-            job.emit(Piece(choice, rest))
+            job.emit(Piece(choice, rest, scores.shown()))
         reason = "length" if run.finish_reason == "length" else "stop"
         summary = figures.as_dict(answer.text, run.finish_reason) if asked.rounds else None
         job.emit(Ended(choice, reason, summary))
+
+
+class _Scores:
+    """The tokens of an answer with their log-probabilities, each as soon as its text is shown.
+    Tokens without text that ends the answer, and those of a stop string, have none."""
+
+    def __init__(self, answer: AnswerText, tokenizer: Tokenizer) -> None:
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._entries: list[tuple[int, TokenLogProbs]] = []
+        self._given = 0
+        self._pieces: Sequence[bytes | None] | None = None
+
+    def after(self, round_: Round) -> Sequence[ScoredToken]:
+        """Adds a round's tokens, and returns those that are shown now."""
+        if not round_.verdict.log_probs:
+            return ()
+        self._entries += zip(round_.token_ids, round_.verdict.log_probs, strict=True)
+        return self.shown()
+
+    def shown(self) -> Sequence[ScoredToken]:
+        """Returns the tokens that are shown now and were not before."""
+        first = self._given
+        self._given = min(self._answer.shown_tokens, len(self._entries))
+        return [self._scored(number) for number in range(first, self._given)]
+
+    def _scored(self, number: int) -> ScoredToken:
+        token, entry = self._entries[number]
+        top = zip(entry.top, entry.top_log_probs, strict=True)
+        return ScoredToken(
+            self._written(token),
+            entry.log_prob,
+            [(self._written(other), log_prob) for other, log_prob in top],
+            self._answer.offset(number),
+        )
+
+    def _written(self, token: int) -> tuple[str, bytes]:
+        """Returns a token's text and its bytes, which are those of the text where the tokenizer's
+        tokens do not stand for bytes."""
+        if self._pieces is None:
+            self._pieces = ()
+            with suppress(NoTokenBytes):
+                self._pieces = token_bytes(self._tokenizer).pieces
+        text = self._tokenizer.text_of([token])
+        own = self._pieces[token] if token < len(self._pieces) else None
+        return text, text.encode() if own is None else own
 
 
 def _until(rounds: Iterator[Round], is_over: Callable[[], bool]) -> Iterator[Round]:

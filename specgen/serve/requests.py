@@ -21,6 +21,7 @@ from specgen.serve.queue import Asked
 
 MOST_ANSWERS = 128  # to one prompt
 MOST_PROMPTS = 2048
+MOST_LIKELIEST = 20  # tokens at each place
 COMPLETION_TOKENS = 16  # where a completion's request names no limit, as OpenAI has it
 _SEEDS = 1 << 63
 _BOUNDS = {
@@ -60,6 +61,15 @@ def _content(value: Any) -> Any:
             raise ValueError("a part of the type text has to have a text")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _prediction(value: Any) -> Any:
+    """The text of an expected answer."""
+    if value is None:
+        return value
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise ValueError("it has to have the type content, and a content")
+    return _content(value.get("content"))
 
 
 def _prompts(value: Any) -> Any:
@@ -207,9 +217,16 @@ class ChatRequest(Common):
     max_completion_tokens: Limit | None = Field(
         None, description="the most tokens of an answer; missing: to the context's end"
     )
+    logprobs: bool | None = Field(
+        None, description="also give each token's log-probability, of the model's own logits"
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = Field(
+        None, description="also give so many of the likeliest tokens at each place"
+    )
+    prediction: Annotated[str | None, BeforeValidator(_prediction)] = Field(
+        None, description="the answer that is expected: it is drafted, which makes it faster"
+    )
     response_format: _without(_NO_CONSTRAINT, {"type": "text"}) = None  # type: ignore[valid-type]
-    logprobs: _without("log-probabilities are not given here", False) = None  # type: ignore[valid-type]
-    top_logprobs: _without("log-probabilities are not given here", 0) = None  # type: ignore[valid-type]
     tools: _without(_NO_TOOLS, []) = None  # type: ignore[valid-type]
     tool_choice: _without(_NO_TOOLS, "none", "auto") = None  # type: ignore[valid-type]
     functions: _without(_NO_TOOLS, []) = None  # type: ignore[valid-type]
@@ -229,8 +246,14 @@ class ChatRequest(Common):
         """Returns what is to be generated. `default` has the sampling parameters that the request
         leaves out. Raises ApiError."""
         self.check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         conversation = [message.rendered for message in self.messages]
-        return _asked(self, [conversation], "messages", self.sampling(default, LARGEST))
+        sampling = self.sampling(default, LARGEST)
+        if self.logprobs:
+            sampling = replace(sampling, logprobs=self.top_logprobs or 0)
+        asked = _asked(self, [conversation], "messages", sampling)
+        return replace(asked, prediction=self.prediction or "")
 
 
 class CompletionRequest(Common):
@@ -239,7 +262,10 @@ class CompletionRequest(Common):
     prompt: Annotated[Any, BeforeValidator(_prompts), Field(max_length=MOST_PROMPTS)] = Field(
         description="a text, token ids, or a list of either"
     )
-    logprobs: _without("log-probabilities are not given here") = None  # type: ignore[valid-type]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LIKELIEST)] | None = Field(
+        None,
+        description="also give log-probabilities, and those of so many of the likeliest tokens",
+    )
     echo: _without("the prompt is not repeated here", False) = None  # type: ignore[valid-type]
     suffix: _without("text cannot be inserted here", "") = None  # type: ignore[valid-type]
     best_of: _without("answers are not ranked here: take n", 1) = None  # type: ignore[valid-type]
@@ -247,7 +273,8 @@ class CompletionRequest(Common):
     def asked(self, default: SamplingParams) -> Asked:
         """See `ChatRequest.asked`."""
         self.check()
-        return _asked(self, self.prompt, "prompt", self.sampling(default, COMPLETION_TOKENS))
+        sampling = replace(self.sampling(default, COMPLETION_TOKENS), logprobs=self.logprobs)
+        return _asked(self, self.prompt, "prompt", sampling)
 
 
 def _asked(

@@ -9,6 +9,7 @@ them were accepted, the target's own token, and why the draft ended.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
@@ -75,15 +76,26 @@ class AnswerText:
         self._all = ""
         self._drafted: list[bool] = []  # for each character of it
         self._shown = 0  # characters of it
+        self._starts: list[int] = []  # where each token's text begins in it
 
     @property
     def text(self) -> str:
         return self._stop.shown(self._all[: self._shown])
 
+    @property
+    def shown_tokens(self) -> int:
+        """How many of the tokens have text that was shown, or are before one that has."""
+        return bisect_left(self._starts, self._shown)
+
+    def offset(self, token: int) -> int:
+        """Returns where the text of a token, by its number, begins in the answer's text."""
+        return len(self._stop.shown(self._all[: self._starts[token]]))
+
     def add(self, round_: Round) -> list[Piece]:
         """Adds a round's tokens and returns the text that can be shown now."""
         accepted = len(round_.verdict.path)
         for position, token in enumerate(round_.token_ids):
+            self._starts.append(len(self._all))
             text = self._detokenizer.push(token) + self._stop.mark(token)
             self._hold(text, drafted=position < accepted)
         return self._release(self._stop.begun(self._all))
