@@ -13,6 +13,7 @@ import pytest
 import torch
 from families import BACKENDS, LETTERS, make_model, make_tokenizer, save
 from runner_checks import LAYERED, quick
+from safetensors.torch import load_file
 from torch import Tensor
 from training_helpers import (
     TEXTS,
@@ -26,9 +27,11 @@ from training_helpers import (
     written,
 )
 
+from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.parts import block, eagle, glide, medusa, own_layers
+from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.own_layers import ExitLayers, ExitWeights
 from specgen.engine.parts.trained_part import describe_head, open_part, save_head
 from specgen.train import states
@@ -259,6 +262,66 @@ def test_heads_of_medusa_with_a_reduced_vocabulary_are_saved_as_vllm_reads_them(
         assert torch.equal(read.lm_heads[number], kept)
         ((matrix, bias),) = weights.blocks[number]
         assert all(map(torch.equal, read.blocks[number][0], (matrix.bfloat16(), bias.bfloat16())))
+
+
+def test_a_head_of_eagle_begins_with_the_map_to_the_next_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the next token's embedding and the state before it; its layer adds nothing."""
+    head = started("eagle", saved("llama", tmp_path), scale=0.0)
+    width = head.width
+    matrix, hidden = turning_states(width)
+    embeddings = 0.1 * torch.randn(hidden.shape)
+    ids = torch.ones(hidden.shape[:2], dtype=torch.long)
+    positions = torch.arange(hidden.shape[1]).expand_as(ids)
+    batch = PackedBatch(ids, positions, torch.zeros_like(ids), ids, ids)
+    for at in range(1, hidden.shape[1]):
+        hidden[:, at] = hidden[:, at - 1] @ matrix.T + 3 * embeddings[:, at]
+    made = TargetStates(hidden[:, :, :0], hidden, embeddings)
+    monkeypatch.setattr(head, "solved_for", lambda texts: iter([(batch, made)]))
+    head.begin(head.initial_weights([], torch.Generator()), [], ())
+    fused = head.parameters[FC]
+    torch.testing.assert_close(fused[:, :width] / 3, torch.eye(width), atol=0.03, rtol=0)
+    torch.testing.assert_close(fused[:, width:], matrix, atol=0.03, rtol=0)
+    with torch.no_grad():
+        found = head.predict(batch, made, None)
+    first = found.outputs[found.depths == 0]
+    expected = hidden.flatten(0, 1)[found.sources[found.depths == 0]]
+    torch.testing.assert_close(first, expected, atol=0.3, rtol=0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_head_of_eagle_with_a_reduced_vocabulary_drafts_what_is_trained(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has the ids of the target's tokens that it knows, and is EAGLE-1's otherwise."""
+    monkeypatch.setattr(states, "LARGEST_VOCABULARY", 8)
+    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.TRAIN)]
+    changes = {"final_logit_softcapping": 0.5} if family == "gemma2" else {}
+    head = started("eagle", saved(family, tmp_path, **changes), scale=0.1, texts=texts)
+    for weight in head.parameters.values():
+        weight.data = weight.data.bfloat16().float()
+    ids = [0, 1, 2, 3, 4, 5, 9, 60]
+    folder = tmp_path / "saved"
+    save_head(folder, head.weights([]), describe_head("eagle", head.target, {}, {}))
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    read: Any = open_part(folder, head.target, is_exit=False).load()
+    assert (read.version, read.vocabulary.tolist()) == (1, ids)
+    draft = eagle.make_runners(read, head.model, ModelRunner(head.model), lambda: None).draft
+    text = [1, 5, 9, 60, 5]
+    logits = draft.logits(Context(text)).logits[0]
+    known = logits.isfinite()
+    assert known.nonzero()[:, 0].tolist() == ids
+    found, _ = head.predictions(packed([[*text, 7]], 6), None)
+    row = ((found.sources == 4) & (found.depths == 0)).nonzero()[0]
+    with torch.no_grad():
+        trained = head.logits(found.outputs[row], found.depths[row])[0]
+    torch.testing.assert_close(trained, logits[known], atol=4e-3, rtol=1e-2)
+    change = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**change, "hot_token_ids": [3, 2]}))
+    (folder / "head.yaml").unlink()
+    with pytest.raises(SpecgenError, match="hot_token_ids are not rising ids"):
+        open_part(folder, head.target, is_exit=False).load()
 
 
 def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:

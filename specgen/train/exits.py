@@ -30,12 +30,9 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.native.attention import AttentionFiles
-from specgen.engine.native.experts import ExpertFiles
 from specgen.engine.native.layer import NativeLayer
-from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, layer_files
+from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM
 from specgen.engine.native.linear import trained_linear
-from specgen.engine.native.tensors import walk
 from specgen.engine.parts.eagle import UnrolledAttention
 from specgen.engine.parts.own_layers import (
     JOIN,
@@ -60,6 +57,7 @@ from specgen.train.corpus import Use
 from specgen.train.loop import PackedBatch, TrainingBatches, held_out_agreement
 from specgen.train.start import LinearMap, least_squares
 from specgen.train.states import Predictions, StatesObjective, TargetStates, reachable
+from specgen.train.target_layer import output_names
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, wanted_for_predictor
 
@@ -135,7 +133,7 @@ class ExitObjective(StatesObjective):
         made = self.model.last_layers(self.target.folder, self.layers)
         made[EXIT_HEAD] = self.head_start()
         for index in range(self.layers):
-            for name in _output_names(exit_architecture(self.model), index):
+            for name in output_names(exit_architecture(self.model), index):
                 made[name].zero_()
         offset = exit_architecture(self.model).norm_weight_offset
         gain = made[FINAL_NORM] + offset
@@ -261,20 +259,6 @@ def _before(batch: PackedBatch, hidden: Tensor) -> Tensor:
     of texts."""
     shifted = F.pad(hidden, (0, 0, 1, 0))[:, :-1]
     return shifted * (batch.positions > 0)[:, :, None]
-
-
-def _output_names(architecture: Any, index: int) -> list[str]:
-    """Returns the names of the weights with which attention and MLP of a layer add to the residual
-    stream."""
-    files = layer_files(architecture, index)
-    assert isinstance(files.mixer, AttentionFiles)
-    outputs: list[Any] = [files.mixer.output]
-    if isinstance(files.mlp, ExpertFiles):
-        outputs += [expert[-1] for expert in files.mlp.experts]
-        outputs += [] if files.mlp.shared is None else [files.mlp.shared.down]
-    else:
-        outputs.append(files.mlp.down)
-    return [tensor.name for tensor in walk(tuple(outputs))]
 
 
 class PredictorObjective(ExitObjective):

@@ -5,13 +5,13 @@ The target runs in every step without gradients, so what a head reads is never s
 the divergence from the target's own predictions, on text that the target generated and on corpus
 text alike.
 
-Medusa-1: Cai et al. 2024, section 2.2.1. EAGLE-3 (arXiv:2503.01840, section 3.2) and GliDe (Du et
-al. 2024) have a decoder layer, which begins with the weights of the target's last one. EAGLE-3
-learns from its own drafts: in its training-time test, the predicted features of one step are the
-input of the next. GliDe's layer also attends to the keys and values of the target's last layer.
-When it drafts, the target has no keys of the drafted tokens yet. So texts are divided into blocks,
-and each token sees the target's keys of earlier blocks alone: the rows of a block are those of a
-draft that begins after the block's first token.
+Medusa-1: Cai et al. 2024, section 2.2.1. EAGLE (arXiv:2401.15077) and GliDe (Du et al. 2024) have a
+decoder layer, which begins with the weights of the target's last one. EAGLE learns from its own
+drafts: in EAGLE-3's training-time test (arXiv:2503.01840, section 3.2), the predicted features of
+one step are the input of the next. GliDe's layer also attends to the keys and values of the
+target's last layer. When it drafts, the target has no keys of the drafted tokens yet. So texts are
+divided into blocks, and each token sees the target's keys of earlier blocks alone: the rows of a
+block are those of a draft that begins after the block's first token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import HeadKind
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention import AttentionFiles
@@ -42,7 +41,7 @@ from specgen.engine.native.layer_files import (
 from specgen.engine.native.linear import trained_linear
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.native.tensors import tensor_shapes
-from specgen.engine.parts.eagle import FC, FEATURE_NORM, EagleLayers, UnrolledLayer
+from specgen.engine.parts.eagle import FC, FIRST_NORM, EagleLayers, UnrolledLayer
 from specgen.engine.parts.glide import CrossInputs, GlideLayers
 from specgen.engine.parts.own_layers import known_architecture
 from specgen.engine.parts.part import EagleWeights, GlideWeights, HeadWeights
@@ -52,18 +51,18 @@ from specgen.engine.parts.trained_part import (
     round_as_saved,
     save_head,
 )
+from specgen.engine.weights import bias_of
 from specgen.train.loop import (
     IGNORED,
     PackedBatch,
     held_out_agreement,
 )
+from specgen.train.start import LinearMap, least_squares
 from specgen.train.states import Predictions, StatesObjective, TargetStates, reachable
-from specgen.train.target_layer import last_layers, layer_config
+from specgen.train.target_layer import last_layers, layer_config, output_names
 from specgen.train.task import TrainingTask
 from specgen.train.texts import Text
 
-# the least number of layers in which the authors' three features are of different layers
-_LAYERS_FOR_DEFAULT = 7
 # tokens in a block of GliDe
 _SHORTEST = 2
 _LONGEST = 10
@@ -133,55 +132,70 @@ class LayerObjective(HeadObjective):
 
 
 class EagleObjective(LayerObjective):
-    """Trains an EAGLE-3 head with one decoder layer. It uses the target's embedding, which is not
-    trained.
+    """Trains a head of EAGLE-1 with one decoder layer, as EAGLE-3 is trained: on the target's
+    predictions, and from its own drafts. It uses the target's embedding and LM head, which are not
+    trained; of a large vocabulary, only the most frequent tokens of the texts.
 
-    Its LM head begins as a copy of the target's. Of a large vocabulary, it has only the most
-    frequent tokens of the texts.
+    Its `fc` begins as the linear map of a token's embedding and the target's state before it to the
+    target's state there, which is solved for by least squares, and its layer adds nothing at first.
+    EAGLE-3's head, whose first states do not know the next token, has no such beginning.
     """
 
     kind = "eagle"
     depths = 5
     reduces_head = True
 
-    def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
-        super().__init__(task, target)
-        count = self.num_layers
-        if count < 3:
-            raise SpecgenError(
-                f"{target.name} has {count} layers, and an EAGLE head reads from three",
-                "Train --methods medusa",
-            )
-        self.taps = (
-            (2, count // 2, count - 3)
-            if count >= _LAYERS_FOR_DEFAULT
-            else (0, count // 2, count - 1)
-        )
-
     def initial_weights(
         self, texts: Sequence[Text], generator: torch.Generator
     ) -> dict[str, Tensor]:
         made = super().initial_weights(texts, generator)
         width = self.width
+        del made[FINAL_NORM]
+        norm = made.pop(FIRST_NORM)
+        found, sizes = self._to_next_state(texts)
         files = layer_files(self.architecture, 0)
         assert isinstance(files.mixer, AttentionFiles)
-        assert files.attention_norm is not None
-        norm = files.attention_norm.name
-        made[FC] = torch.cat((torch.zeros(width, 2 * width), torch.eye(width)), dim=1)
-        for projection in files.mixer.projections:  # the embedding has no influence at first
-            name = projection.weight.name
-            made[name] = torch.cat((torch.zeros_like(made[name]), made[name]), dim=1)
-        made |= {FEATURE_NORM: made[norm], norm: torch.ones(width)}
-        return {**made, HEAD: self.head_start()}
+        for projection in files.mixer.projections:  # they read states without the norm
+            made[projection.weight.name] *= norm / float(sizes[-1])
+        for name in output_names(self.architecture, 0):
+            made[name].zero_()
+        weight = torch.eye(width, 2 * width).roll(width, 1)
+        bias = torch.zeros(width)
+        if found is not None:
+            weight = (found.weight / sizes).cpu()
+            bias = found.bias.cpu()
+
+        def scaled(scale: float) -> dict[str, Tensor]:
+            return {**made, FC: weight * scale, bias_of(FC): bias * scale}
+
+        return scaled(self.best_scale(texts, scaled))
+
+    def _to_next_state(self, texts: Sequence[Text]) -> tuple[LinearMap | None, Tensor]:
+        """Returns the map by least squares of embedding and state, each divided by its size, to the
+        next state; None if there is too little text. The second result are the sizes [2 width]:
+        root mean squares."""
+        inputs = []
+        outputs = []
+        for batch, states in self.solved_for(texts):
+            before, at = reachable(batch, 1)
+            embeddings, hidden = (each.flatten(0, 1) for each in (states.embeddings, states.hidden))
+            inputs.append(torch.cat((embeddings[at], hidden[before]), dim=-1))
+            outputs.append(hidden[at])
+        if not inputs:
+            return None, torch.ones(2 * self.width)
+        read = torch.cat(inputs)
+        parts = read.view(len(read), 2, self.width)
+        sizes = parts.square().mean(dim=(0, 2)).sqrt().repeat_interleave(self.width)
+        return least_squares(read / sizes, torch.cat(outputs)), sizes
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
-        """Runs the head once per depth. At depth 0 it reads the target's features, then its own
+        """Runs the head once per depth. At depth 0 it reads the target's states, then its own
         output of the depth before (EAGLE-3's training-time test)."""
-        weights = EagleWeights(self.config, self.parameters)
+        weights = EagleWeights(self.config, self.parameters, 1)
         layers = EagleLayers(
             weights, self.device, torch.float32, trained_linear, first_layer=UnrolledLayer
         )
-        features = layers.joined(states.features.flatten(0, 1)).float()
+        features = states.hidden.flatten(0, 1)
         forward_pass = batch.forward_pass()
         rows = []
         for depth in range(self.depths):
@@ -194,20 +208,14 @@ class EagleObjective(LayerObjective):
         return Predictions(*map(torch.cat, zip(*rows, strict=True)))
 
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
-        normed = F.rms_norm(
-            outputs, (self.width,), self.parameters[FINAL_NORM], self.architecture.norm_eps
-        )
-        return F.linear(normed, self.parameters[HEAD]).float()
+        return self.known_logits(outputs)
 
     def weights(self, ranks: Sequence[Sequence[float]]) -> EagleWeights:
         tensors = {name: weight.detach() for name, weight in self.parameters.items()}
-        return EagleWeights(
-            self.config,
-            tensors,
-            3,
-            tuple(self.taps),
-            None if self.ids is None else self.ids.cpu(),
-        )
+        if self.ids is None:
+            return EagleWeights(self.config, tensors, 1)
+        tensors[HEAD] = self.head_start()
+        return EagleWeights(self.config, tensors, 1, vocabulary=self.ids.cpu())
 
 
 class GlideObjective(LayerObjective):

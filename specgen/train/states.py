@@ -434,6 +434,19 @@ class StatesObjective(Objective):
             return self.model.head_logits(hidden).float()
         return final_logits(self.model.architecture, F.linear(hidden, self._lm_head)).float()
 
+    def known_logits(self, hidden: Tensor) -> Tensor:
+        """Returns `target_logits` of the tokens that the part knows."""
+        if self.ids is None:
+            return self.target_logits(hidden)
+        if not isinstance(self.model, NativeModel):
+            return self.target_logits(hidden).index_select(-1, self.ids)
+        logits = F.linear(hidden.to(self.dtype), self._known_rows)
+        return final_logits(self.model.architecture, logits).float()
+
+    @cached_property
+    def _known_rows(self) -> Tensor:
+        return self.head_start().to(self.dtype)
+
     @cached_property
     def _lm_head(self) -> Tensor:
         return self.model.last_layers(self.target.folder, 0)[EXIT_HEAD].to(self.dtype)

@@ -14,6 +14,7 @@ from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import Architecture, UnsupportedConfig
 from specgen.engine.native.attention import AttentionFiles
 from specgen.engine.native.config_reading import read_architecture, read_config
+from specgen.engine.native.experts import ExpertFiles
 from specgen.engine.native.layer_files import FINAL_NORM, layer_files
 from specgen.engine.native.mlp import MLPFiles
 from specgen.engine.native.tensors import LinearFiles, stacked, tensor_shapes, walk
@@ -78,6 +79,20 @@ def last_layers(target: LoadedModel, own: Architecture) -> dict[str, Tensor]:
     for index in range(own.num_layers):
         made |= _converted(weights, theirs, own, index)
     return made
+
+
+def output_names(architecture: Architecture, index: int) -> list[str]:
+    """Returns the names of the weights with which attention and MLP of a layer add to the residual
+    stream."""
+    files = layer_files(architecture, index)
+    assert isinstance(files.mixer, AttentionFiles)
+    outputs: list[Any] = [files.mixer.output]
+    if isinstance(files.mlp, ExpertFiles):
+        outputs += [expert[-1] for expert in files.mlp.experts]
+        outputs += [] if files.mlp.shared is None else [files.mlp.shared.down]
+    else:
+        outputs.append(files.mlp.down)
+    return [tensor.name for tensor in walk(tuple(outputs))]
 
 
 def _converted(

@@ -327,6 +327,14 @@ class NativeModel:
         }
         return {own: files.take(name).to(torch.float32, copy=True) for own, name in taken.items()}
 
+    def head_rows(self, folder: Path, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [n, width] of the LM head for the token ids `ids` [n], in the dtype of
+        the model's files in `folder`. Raises SpecgenError if they cannot be read."""
+        names = tensor_names(self.architecture.model_type)
+        files = model_files(folder, str(folder), self.device, names)
+        name = HEAD if HEAD in files or not self.architecture.tied else EMBEDDING
+        return files.take(name)[ids.to(self.device)]
+
     def free_weights(self, kept_layers: int = 0) -> None:
         """Frees the memory of all weights, or with `kept_layers` above 0 of all but the embedding
         and the first `kept_layers` layers."""

@@ -28,6 +28,7 @@ from specgen.engine.forward_pass import (
 )
 from specgen.engine.model import Model
 from specgen.engine.model_runner import DraftTraits, ModelRunner, Runners
+from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.attend import attend_batch
 from specgen.engine.native.attention import Attention
 from specgen.engine.native.inputs import PassInputs, layer_kinds
@@ -35,6 +36,7 @@ from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import FINAL_NORM, HEAD, read_layer
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import Linear, MakeLinear
+from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.norms import Norm, norm_function, output_norm, rms_norm
 from specgen.engine.parts.mtp import AssistantRunner, MtpLayer, before_final_norm, without_first
 from specgen.engine.parts.part import (
@@ -242,6 +244,8 @@ class EagleRunner(DecoderRunner):
         reduce = None
         self._lm_head: Linear | None = None
         self._normed: Norm | None = None  # of the LM head's input
+        # the target's, if the LM head's rows are
+        self._of_target: Architecture | None = None
         self._vocabulary = None
         made: Any = self.device, model.dtype, self.make_linear
         # which run on the pairs one after the other
@@ -255,10 +259,14 @@ class EagleRunner(DecoderRunner):
         else:
             layers = EagleLayers(weights, *made, norm_gain=self.gain)
             self._stages.append(layers)
-            if weights.version == 3:
-                norm, head = (weights.tensors[name].to(self.device) for name in (FINAL_NORM, HEAD))
+            if HEAD in weights.tensors:
+                head = weights.tensors[HEAD].to(self.device)
                 self._lm_head = self.make_linear(part_weight(head, model.dtype, self.make_linear))
+            if weights.version == 1 and isinstance(model, NativeModel):
+                self._of_target = model.architecture
+            if weights.version == 3:
                 if not weights.norm_output:
+                    norm = weights.tensors[FINAL_NORM].to(self.device)
                     norm = (norm.float() * self.gain).to(model.dtype)
                     self._normed = output_norm(self.architecture.norm_eps, self.gain, norm)
                 taps = list(weights.feature_layers)
@@ -359,6 +367,8 @@ class EagleRunner(DecoderRunner):
         if self._lm_head is None:
             return ModelOutput(self.target_model.head_logits(kept), kept)
         logits = self._lm_head(kept if self._normed is None else self._normed(kept))
+        if self._of_target is not None:
+            logits = final_logits(self._of_target, logits)
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), kept)
 
 

@@ -74,6 +74,9 @@ class EagleWeights(DecoderWeights):
     `embed_tokens.weight` [target vocabulary, width] is there only if it differs from the target's
     embedding.
 
+    Only if a version-1 head is limited to the tokens `vocabulary` (FR-Spec, arXiv:2502.14856), it
+    has `lm_head.weight` too: these tokens' rows of the target's LM head.
+
     Only for version 3: `feature_layers` are the three layers of the target whose inputs are the
     features, counted as in transformers' `hidden_states` (entry j is the input of layer j).
     `vocabulary` [head vocabulary], int64, has the target's id of each of the head's ids, ascending;

@@ -30,6 +30,7 @@ from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.architecture import UnsupportedConfig
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.native.layer_files import EMBEDDING, FINAL_NORM, HEAD, layer_files
+from specgen.engine.native.native_model import NativeModel
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.block import CONTEXT_NORM
 from specgen.engine.parts.block_layouts import published_block, read_block
@@ -60,6 +61,7 @@ from specgen.engine.parts.part import (
 )
 from specgen.engine.weights import SINGLE_FILE, Shape, WeightFiles, weights_fingerprint
 
+HOT_TOKENS = "hot_token_ids"  # our name in config.json for FR-Spec's tokens
 FEATURES = "eagle_aux_hidden_state_layer_ids"  # the name of the feature layers in config.json
 # from config.json to ours
 _PASSED_ON = ("intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps")
@@ -105,6 +107,7 @@ class HeadFields(BaseModel):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    hot_token_ids: list[int] | None = None
     eagle_aux_hidden_state_layer_ids: (
         Annotated[list[int], Field(min_length=3, max_length=3)] | None
     ) = None
@@ -204,7 +207,15 @@ def _read_first_eagle(
     tensors = take_exactly(files, shapes)
     warning = drop_copies(files, tensors, [EMBEDDING, HEAD], target)
     tensors.pop(HEAD, None)  # the target's is used
-    return EagleWeights(weights.config, tensors, 1), warning
+    if fields.hot_token_ids is None or not isinstance(target.model, NativeModel):
+        return EagleWeights(weights.config, tensors, 1), warning
+    ids = torch.tensor(fields.hot_token_ids)
+    if not are_rising(ids, shape.vocab_size):
+        raise files.refuse(
+            f"its {HOT_TOKENS} are not rising ids of {target.name}", "Correct its config.json"
+        )
+    tensors[HEAD] = target.model.head_rows(target.folder, ids)
+    return EagleWeights(weights.config, tensors, 1, vocabulary=ids.to(target.device)), warning
 
 
 def _read_third_eagle(
@@ -494,9 +505,10 @@ def published(
     head that specgen trained.
 
     The layouts are those of the authors, which SGLang and vLLM read too, and for EAGLE-3 that of
-    SpecForge. Medusa heads get "version 2", v0.1 if they have LM heads of their own, and vLLM's if
-    these know some of the tokens alone. `target` is the target's name; `sizes` are the target's, as
-    in `HeadDescription`.
+    SpecForge. An EAGLE-1 head of a reduced vocabulary has its ids in config.json besides, which
+    others ignore. Medusa heads get "version 2", v0.1 if they have LM heads of their own, and vLLM's
+    if these know some of the tokens alone. `target` is the target's name; `sizes` are the target's,
+    as in `HeadDescription`.
     """
     if isinstance(weights, MedusaWeights):
         return *_published_medusa(weights, target, sizes), MEDUSA_FILE
@@ -557,20 +569,24 @@ def _published_glide(
 def _published_eagle(
     weights: EagleWeights, sizes: Mapping[str, int]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    rows = len(weights.tensors[HEAD])
-    features = {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)}
-    config = {
-        **weights.config,
-        "vocab_size": sizes["vocab_size"],
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": rows,
-        "eagle_config": features,
-        "target_hidden_size": sizes["hidden_size"],
-    }
+    config = {**weights.config, "vocab_size": sizes["vocab_size"]}
+    if weights.version == 1:
+        config |= {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
+        if weights.vocabulary is not None:
+            config[HOT_TOKENS] = weights.vocabulary.tolist()
+    else:
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(weights.tensors[HEAD]),
+            "eagle_config": {"use_aux_hidden_state": True, FEATURES: list(weights.feature_layers)},
+            "target_hidden_size": sizes["hidden_size"],
+        }
     if config["model_type"] == "qwen2":
         config |= {"model_type": "llama", "qkv_bias": True}
+    if weights.version == 1:
+        return config, {name: each for name, each in weights.tensors.items() if name != HEAD}
 
-    own_ids = torch.arange(rows)
+    own_ids = torch.arange(len(weights.tensors[HEAD]))
     ids = own_ids if weights.vocabulary is None else weights.vocabulary.cpu()
     maps = {
         "d2t": ids - own_ids,
