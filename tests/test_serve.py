@@ -212,6 +212,9 @@ def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair)
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("logit_bias", {"logit_bias": {"5": 3}}),
         ("modalities", {"modalities": ["audio"]}),
+        ("presence_penalty", {"presence_penalty": 2.1}),
+        ("frequency_penalty", {"frequency_penalty": "x"}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
         ("top_logprobs", {"top_logprobs": 3}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
         ("logprobs", {"logprobs": 1}),
@@ -535,3 +538,12 @@ def test_a_prediction_is_drafted_and_changes_nothing(served: Served) -> None:
     assert any("prediction" in reason for reason in reasons)
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 3
+
+
+def test_penalties_of_a_request(served: Served, pair: Pair) -> None:
+    penalties = {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    body = {"prompt": PROMPT, "max_tokens": 30, **penalties}
+    _, _, answer = served.ask("/v1/completions", body)
+    expected = pair.generate(PROMPT, "ar", max_new_tokens=30, **penalties)
+    assert answer["choices"][0]["text"] == expected.text
+    assert expected.text != pair.generate(PROMPT, "ar", max_new_tokens=30).text

@@ -33,12 +33,34 @@ DRAFT_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTISED)  # of --dr
 PHASES = ("prefill", "draft", "policy", "verify", "sample", "other")
 
 
-def _number(default: Any, low: float, high: float, *, is_filter: bool = False) -> Any:
+def _number(
+    default: Any,
+    low: float,
+    high: float,
+    *,
+    is_filter: bool = False,
+    is_fractional: bool = False,
+) -> Any:
     """Returns a field of `SamplingParams` that holds a number from `low` to `high`, of the type of
-    the default, or an integer if that is None. `is_filter`: it cuts tokens from the target's
-    distribution, and with the default none."""
-    setting = Setting(0 if default is None else default, "", low, high)
+    the default, or if that is None an integer, unless it `is_fractional`. `is_filter`: it cuts
+    tokens from the target's distribution, and with the default none."""
+    without_default = 0.0 if is_fractional else 0
+    setting = Setting(without_default if default is None else default, "", low, high)
     return field(default=default, metadata={"setting": setting, "is_filter": is_filter})
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPenalties:
+    """What a request changes of the logits of tokens that have occurred.
+
+    `repetition` divides the positive logits of tokens in the context and multiplies the negative
+    ones; None: as the model's generation config says. Of tokens of the output alone, `presence` is
+    subtracted, and `frequency` times the number of their occurrences.
+    """
+
+    repetition: float | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +72,8 @@ class SamplingParams:
     `seed` None: a random seed. `stop` are strings that end the generated text;
     `ignore_eos` generates on after an end-of-sequence token. `logprobs` records the
     log-probability of each token and those of so many of the likeliest tokens (see
-    `Verdict.log_probs`); None: nothing. Raises SpecgenError for a value out of range.
+    `Verdict.log_probs`); None: nothing. `repetition_penalty`, `presence_penalty` and
+    `frequency_penalty` are as in `TokenPenalties`. Raises SpecgenError for a value out of range.
     """
 
     max_new_tokens: int = _number(128, 1, LARGEST)
@@ -62,6 +85,9 @@ class SamplingParams:
     ignore_eos: bool = False
     min_p: float = _number(0.0, 0, 1, is_filter=True)
     logprobs: int | None = _number(None, 0, 100)
+    repetition_penalty: float | None = _number(None, 0.01, 100, is_fractional=True)
+    presence_penalty: float = _number(0.0, -2, 2)
+    frequency_penalty: float = _number(0.0, -2, 2)
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -101,6 +127,14 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def penalties(self) -> TokenPenalties | None:
+        """The penalties that these parameters ask for; None if they ask for none."""
+        asked = TokenPenalties(
+            self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        )
+        return None if asked == TokenPenalties() else asked
+
+    @property
     def warping(self) -> dict[str, Any]:
         """The temperature and the `filters` by name; in greedy decoding, where filters change
         nothing, the temperature (0) alone."""
@@ -129,12 +163,14 @@ class Context:
     join once they are accepted.
 
     Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is
-    the largest of the ids, -1 if there are no tokens.
+    the largest of the ids, -1 if there are no tokens. `penalties` change the logits of all models
+    after this context; None: those that the target's generation config sets, if any, alone do.
     """
 
-    __slots__ = ("__weakref__", "ids", "largest_id", "prompt_length")
+    __slots__ = ("__weakref__", "ids", "largest_id", "penalties", "prompt_length")
 
-    def __init__(self, prompt_ids: Iterable[int]) -> None:
+    def __init__(self, prompt_ids: Iterable[int], penalties: TokenPenalties | None = None) -> None:
+        self.penalties = penalties
         self.ids: list[int] = list(prompt_ids)
         self.prompt_length = len(self.ids)
         self.largest_id = max(self.ids, default=-1)

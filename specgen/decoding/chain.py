@@ -144,6 +144,8 @@ class ModelDrafter(DraftModelUser):
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
+        if context.penalties is not None:
+            return None
         if policy.signals or policy.random or self._setup.record or self._cape or self._fallback:
             return None
         return DeviceChain(runner, self._setup, self._generator, context, unverified)

@@ -13,7 +13,7 @@ from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
 from specgen.engine.model_runner import DraftRunner, DraftTraits, ModelRunner, SizedRunner
-from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.penalties import PenaltyProcessor, penalised_logits
 
 LONGEST_DRAFT = 12  # tokens that PARD's authors draft; trained with 8
 
@@ -128,14 +128,17 @@ def penalised(
     parents: Sequence[int] | None,
     start: int,
 ) -> ModelOutput:
-    """Returns `output` with penalties applied to its logits; unchanged if `penalties` is None.
+    """Returns `output` with penalties applied to its logits: those of the processor `penalties`
+    (None: none) and of the context.
 
     The other arguments are those of the call of `ModelRunner.logits` whose output this is.
     """
-    if penalties is None:
-        return output
     nodes = draft_nodes(list(draft), parents)
-    processed = penalties(output.logits, context, nodes.tokens, nodes.parents, start)
+    processed = penalised_logits(
+        penalties, output.logits, context, nodes.tokens, nodes.parents, start
+    )
+    if processed is None:
+        return output
     return output._replace(logits=processed, unpenalised=output.logits)
 
 

@@ -29,7 +29,7 @@ from specgen.engine.forward_pass import (
 from specgen.engine.model import Model
 from specgen.engine.native.graphs import StaticForward, TokenChooser
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.penalties import PenaltyProcessor, penalised_logits
 
 _LIKELIHOOD_CHUNK = 512  # tokens whose logits are in memory at once
 
@@ -269,10 +269,12 @@ class ModelRunner(SizedRunner):
             )
         if output.hidden_states is not None:
             self._last = context, HiddenStates(len(context), nodes, start, output.hidden_states)
-        if self._penalties is not None:
-            processed = self._penalties(output.logits, context, tokens, nodes.parents, start)
-            output = output._replace(logits=processed, unpenalised=output.logits)
-        return output
+        processed = penalised_logits(
+            self._penalties, output.logits, context, tokens, nodes.parents, start
+        )
+        if processed is None:
+            return output
+        return output._replace(logits=processed, unpenalised=output.logits)
 
     @property
     def chooses_on_device(self) -> bool:

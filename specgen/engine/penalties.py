@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,10 +22,11 @@ from annotated_types import Ge, Gt, Lt, MinLen, Predicate
 
 from specgen.base.errors import SpecgenError
 from specgen.base.schema import check, parse_json, read_text
-from specgen.base.types import Context
+from specgen.base.types import Context, TokenPenalties
 from specgen.engine.devices import upload
 
 _FILE = "generation_config.json"
+_NOTHING_ASKED = TokenPenalties()
 # factors of logits, which are float32: a larger one, or the inverse of one, would overflow
 _LARGEST = 2.0**126
 # where a config.json may keep the language model's own fields
@@ -170,8 +173,8 @@ def has_penalties(config: GenerationConfig, eos_ids: Collection[int], name: str)
 
 
 class PenaltyProcessor:
-    """Applies the penalties of the generation config `config` to logits, with transformers'
-    formulas and in transformers' order.
+    """Applies the penalties of the generation config `config`, and those of the context, to logits,
+    with transformers' formulas and in transformers' order.
 
     A position's penalties depend on all tokens before it: the context and the drafted tokens from
     the tree's root on. `eos_ids` are the tokens that end an output, `width` is the target's
@@ -249,15 +252,19 @@ class PenaltyProcessor:
         else:
             logits = logits.to(torch.float32, copy=True)
         logits = self._processed(logits, self._biases, context, paths)
-        if config.repetition_penalty not in (None, 1.0):
+        asked = context.penalties or _NOTHING_ASKED
+        repetition = asked.repetition or config.repetition_penalty
+        if repetition not in (None, 1.0):
             seen = set(context.ids)
             flat = logits.view(-1)
             columns = self._places((0, token) for token in seen)
             drafted = self._places(
                 (row, token) for row, path in enumerate(paths) for token in {*path} - seen
             )
-            logits.index_copy_(1, columns, self._repeated(logits.index_select(1, columns)))
-            flat.index_copy_(0, drafted, self._repeated(flat.index_select(0, drafted)))
+            logits.index_copy_(1, columns, _repeated(logits.index_select(1, columns), repetition))
+            flat.index_copy_(0, drafted, _repeated(flat.index_select(0, drafted), repetition))
+        if asked.presence or asked.frequency:
+            self._subtract(logits, context, paths, asked)
         logits = self._processed(logits, self._bans, context, paths)
         banned = [
             (row, token)
@@ -282,11 +289,39 @@ class PenaltyProcessor:
             rows.append(row)
         return torch.cat(rows)
 
-    def _repeated(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns logits of tokens that occurred before, with the repetition penalty: times the
-        penalty if negative, else divided by it."""
-        penalty = self._config.repetition_penalty or 1.0
-        return torch.where(logits < 0, logits * penalty, logits / penalty)
+    def _subtract(
+        self,
+        logits: torch.Tensor,
+        context: Context,
+        paths: list[list[int]],
+        asked: TokenPenalties,
+    ) -> None:
+        """Subtracts the presence and the frequency penalty from the logits of the output's tokens,
+        those drafted on the path to a row included.
+
+        Each logit is subtracted from once, so that it is rounded as in plain decoding, where the
+        drafted tokens are part of the output already.
+        """
+        counts = Counter(context.ids[context.prompt_length :])
+        drafted = {
+            (row, token): counts[token] + number
+            for row, path in enumerate(paths)
+            for token, number in Counter(path).items()
+        }
+
+        def amounts(numbers: Iterable[int]) -> torch.Tensor:
+            subtracted = [asked.presence + asked.frequency * number for number in numbers]
+            return upload(torch.tensor(subtracted, dtype=torch.float32), self._device)
+
+        width = self._width
+        of_drafted = {place: number for place, number in drafted.items() if place[1] < width}
+        of_output = {token: number for token, number in counts.items() if token < width}
+        flat = logits.view(-1)
+        places = self._places(of_drafted)
+        lowered = flat.index_select(0, places) - amounts(of_drafted.values())
+        columns = self._places((0, token) for token in of_output)
+        logits.index_add_(1, columns, -amounts(of_output.values()).expand(len(logits), -1))
+        flat.index_copy_(0, places, lowered)
 
     def _row_bans(self, context: Context, path: list[int]) -> set[int]:
         """Returns the tokens that are forbidden after the context and the drafted tokens `path`, by
@@ -307,6 +342,35 @@ class PenaltyProcessor:
         the target lacks."""
         places = [row * self._width + token for row, token in entries if token < self._width]
         return upload(torch.tensor(places, dtype=torch.int64), self._device)
+
+
+def penalised_logits(
+    processor: PenaltyProcessor | None,
+    logits: torch.Tensor,
+    context: Context,
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    start: int,
+) -> torch.Tensor | None:
+    """Returns `logits` with the penalties of the generation config, which the `processor` applies
+    (None: it has none), and of the context; None if there are none. The other arguments are those
+    of `PenaltyProcessor`."""
+    if processor is None and context.penalties is None:
+        return None
+    if processor is None:
+        processor = _plain_processor(logits.shape[-1], logits.device)
+    return processor(logits, context, tokens, parents, start)
+
+
+@lru_cache(maxsize=8)
+def _plain_processor(width: int, device: torch.device) -> PenaltyProcessor:
+    return PenaltyProcessor(GenerationConfig(), (), width, device)
+
+
+def _repeated(logits: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Returns logits of tokens that occurred before, with the repetition penalty: times the penalty
+    if negative, else divided by it."""
+    return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
 def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:

@@ -452,7 +452,7 @@ def make_run(
     if verifier is None:
         verifier = lossless_verifier(setup, "target")
     return decoding.Run(
-        context=Context(request.prompt_ids),
+        context=Context(request.prompt_ids, sampling.penalties),
         target=setup.target,
         drafter=drafter,
         policy=make_policy(models, request, setup) if policy is None else policy,

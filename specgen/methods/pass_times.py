@@ -208,7 +208,7 @@ class PassTimes:
             not sampling.greedy,
             "top_k" in filters,
             bool(filters - {"top_k"}),
-            self._models.target.has_penalties,
+            self._models.target.has_penalties or sampling.penalties is not None,
         )
         return (
             1 << (context_length - 1).bit_length(),

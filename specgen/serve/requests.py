@@ -30,7 +30,10 @@ _BOUNDS = {
     if "setting" in field.metadata
 }
 # the fields whose values go into `SamplingParams` under the same name
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 
 def _bounded(name: str) -> Any:
@@ -151,6 +154,16 @@ class Common(Body):
     )
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS)] | None = Field(
         None, description="the same seed gives the same answer again; answer i has seed + i"
+    )
+    presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = Field(
+        None, description="subtracted from the logits of tokens that the answer has"
+    )
+    frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = Field(
+        None, description="subtracted from them for each time that the answer has them"
+    )
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = Field(
+        None,
+        description="divides the logits of tokens that prompt and answer have (above 1: fewer)",
     )
     stop: Texts = Field(None, description="texts before which an answer ends")
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = Field(

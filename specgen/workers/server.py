@@ -178,7 +178,7 @@ class DraftServer:
         if self._memory is not None:
             shared = SharedDrafts(setup, window)
             shared.map(self._memory, offset)
-        context = Context(prompt_ids)
+        context = Context(prompt_ids, setup.sampling.penalties)
         if self._runner.room(context) > 0:
             self._runner.logits(context)
         policy.share(self._learned)

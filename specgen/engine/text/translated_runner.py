@@ -14,7 +14,7 @@ from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import ModelOutput, chain_parents
 from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelRunner
-from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.penalties import PenaltyProcessor, penalised_logits
 from specgen.engine.text.translation import Translation
 
 
@@ -96,13 +96,13 @@ class TranslatedRunner:
             output = self.own.logits(own, tokens, parents, start=start)
         wide = self._widened(output.logits)
         logits = wide[:, : self.vocab_size]
+        ids = list(draft)
+        nodes = chain_parents(len(ids)) if parents is None else parents
+        processed = penalised_logits(self._penalties, logits, context, ids, nodes, start)
         unpenalised = None
-        if self._penalties is not None:
+        if processed is not None:
             unpenalised = logits
-            ids = list(draft)
-            logits = self._penalties(
-                logits, context, ids, chain_parents(len(ids)) if parents is None else parents, start
-            )
+            logits = processed
             if logits.shape[1] < self.vocab_size:  # narrower than the tokenizer's vocabulary
                 unpenalised = unpenalised[:, : logits.shape[1]]
             # all common tokens are forbidden: draft one regardless
