@@ -196,15 +196,30 @@ class Scripted:
 
 
 def test_all_contenders_run_on_held_out_prompts_in_turn_until_the_time_is_up() -> None:
-    """The pass over the prompt does not count, nor does a method that cannot run."""
+    """The pass over the prompt does not count, nor does a method that cannot run. With little time
+    there are fewer tokens."""
     pair: Any = Scripted(ar=0.1, eesd=0.05, lookup=0.08)
     named = {name: Contender(pair, name) for name in ("ar", "eesd", "lookup", "suffix")}
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 8.0
+        return now[0]
+
+    # by this clock a first run takes 8 seconds, 1 for each of its rounds
+    for left, tokens in ((40.0 * 6, 40), (1e6, NEW_TOKENS)):
+        now[0] = 0.0
+        # it is read six times until it is clear what is left
+        made = verdict(named, "eesd", [[1] * 3] * 2, Deadline(48.0 + left, clock), lambda _: None)
+        assert made is not None
+        assert (made.prompts, made.tokens) == (2, 2 * tokens)
+    pair.runs.clear()
     deadline = Deadline(1.0, lambda: 2.0)  # it has passed
     made = verdict(named, "eesd", [[1] * 3, [1] * 4, [1] * 5, [1] * 6], deadline, lambda _: None)
     assert made is not None
     assert made.speedup == pytest.approx(2.0)
     assert (made.best, made.best_speedup) == ("lookup", pytest.approx(1.25))
-    assert (made.prompts, made.tokens, made.pays) == (2, 2 * NEW_TOKENS, True)
+    assert (made.prompts, made.tokens, made.pays) == (2, 2 * 16, True)
     counted = [run for run in pair.runs if run[1] > 3]
     assert counted == [(name, 4) for name in ("ar", "eesd", "lookup")]
     assert pair.forgotten >= 9

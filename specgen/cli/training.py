@@ -39,9 +39,10 @@ from specgen.pair.prompts import messages
 from specgen.train import loop
 from specgen.train.corpus import Corpus, Use, chat_prompts, demo_corpus, read_corpus
 from specgen.train.loop import Objective
+from specgen.train.speed import measured_speed
 from specgen.train.task import Recipe, TrainingStopped, TrainingTask
 from specgen.tune.outcome import Deadline
-from specgen.tune.part_trial import NEW_TOKENS, contenders, verdict
+from specgen.tune.part_trial import NEW_TOKENS, contenders, trial_seconds, verdict
 from specgen.view.progress import Progress, TrainingLine
 
 if TYPE_CHECKING:
@@ -92,9 +93,14 @@ def load_objective(asked: Asked, prompts: Sequence[ListedPrompt], progress: Prog
     if part is not DRAFT:
         options = replace(options, draft=None, draft_revision=None, draft_device=None)
     pair = load_pair(options, progress.announce)
+    loaded = time.monotonic()
     progress.announce("reading texts")
     task = training_task(asked, prompts, pair.target, pair.draft if part is DRAFT else None)
     task.began = began
+    if task.recipe.seconds is not None:
+        one = measured_speed(pair.target, [0]).one
+        trial = (loaded - began) + trial_seconds(one)
+        task.afterwards = max(verdict_seconds(task.recipe.seconds), trial)
     module, name = part.objective.split(".")
     make: Callable[..., Objective] = getattr(import_module(f"specgen.train.{module}"), name)
     if part is EXIT:
@@ -133,7 +139,6 @@ def training_task(
 
     share = part.self_text if training.self_text is None else training.self_text
     seconds = 60 * (training.minutes or DEFAULT_MINUTES)
-    seconds -= verdict_seconds(seconds)
     # a predictor needs no time limit, but the user may set one
     is_timed = training.minutes is not None or part is not PREDICTOR
     # by timing on a CPU, where a step with the paper's batch size would take minutes
@@ -227,7 +232,10 @@ def judge(asked: Asked, objective: Objective, path: Path, progress: Progress) ->
             trained = Found(DRAFT_MODEL, str(path), path, 0.0, 0.0, "trained now")
             pair = with_found(pair, trained, options)
         named = contenders(pair, part.method, before)
-        deadline = Deadline.after(verdict_seconds(task.recipe.seconds))
+        seconds = verdict_seconds(task.recipe.seconds)
+        if task.recipe.seconds is not None:
+            seconds = min(max(seconds, task.afterwards), task.seconds_left + task.afterwards)
+        deadline = Deadline.after(seconds)
         made = verdict(named, part.method, prompts, deadline, progress.announce)
     except SpecgenError:  # what was trained is there all the same
         return None

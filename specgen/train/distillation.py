@@ -75,9 +75,16 @@ _ABOUT = "# A draft model distilled from a target: give this folder to specgen g
 _CPU_LOGITS = 1 << 18  # numbers in a piece of logits on a CPU: few enough for its caches
 _MIN_PIECE = 16  # tokens in a piece, however large the vocabulary
 _READ_FACTOR = 2  # corpus texts that the target predicts, for each text that it generated;
-_READ_SHARE = 0.1  # that takes at most this share of a budget in seconds
+_READ_SHARE = 0.1  # that takes at most this share of the time that is left
 # the models are compared where the target's probability on the overlap is at least this
 _MIN_MASS = 0.05
+# of the time that is left of a budget in seconds: for the target's predictions, and for joining
+_PREDICTED_SHARE = 0.2
+_JOIN_SHARE = 0.05
+_FEWEST_PREDICTED = 8  # texts, however short the time
+_MEASURED_TOKENS = 4096  # of held-out answers
+_PROGRESS_TOKENS = 1024  # of these, during the training
+_DEPTHS = 5  # tokens of a draft for which agreement is measured
 _COMPARED_TOKENS = 8192  # at most, where the draft has the target's own LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -116,7 +123,7 @@ class DraftBatches(TrainingBatches):
         for comparison, start in zip(compared, starts, strict=False):
             teacher = torch.full_like(comparison.ids, IGNORED)
             teacher[comparison.after] = torch.arange(start, start + len(comparison.after))
-            taught.append(Taught(comparison.ids.tolist(), teacher.tolist()))
+            taught.append(Taught(comparison.ids.tolist(), teacher.tolist(), comparison.first))
 
         of_target = sum(len(text.text.ids) for text in texts)
         longer = sum(len(text.ids) for text in taught) / of_target
@@ -201,14 +208,15 @@ class DraftObjective(Objective):
         recipe = self.task.recipe
         corpus = self.task.corpus
         predictions = list[PredictedText]()
+        end = time.monotonic() + _PREDICTED_SHARE * self.task.seconds_left
         for text in texts:
+            if len(predictions) >= _FEWEST_PREDICTED and time.monotonic() > end:
+                break
             self.task.stop_if_requested()
             predictions.append(predicted(self.target, text))
         rng = Random(f"read {recipe.seed}")
         length = min(recipe.window, self.target.context_limit)
-        end = (
-            math.inf if recipe.seconds is None else time.monotonic() + _READ_SHARE * recipe.seconds
-        )
+        end = time.monotonic() + _READ_SHARE * self.task.seconds_left
         if corpus is not None and self.task.prompts is None:
             for _ in range(_READ_FACTOR * len(texts)):
                 if time.monotonic() > end:
@@ -218,17 +226,32 @@ class DraftObjective(Objective):
                 read = Text(ids, len(ids), False, Use.TRAIN)
                 predictions.append(predicted(self.target, read))
         if self._is_joined:
-            join(self._module, self.target, [text for text in texts if text.use == Use.TRAIN])
+            join(
+                self._module,
+                self.target,
+                [text for text in texts if text.use == Use.TRAIN],
+                _JOIN_SHARE * self.task.seconds_left,
+            )
         self.target.model.free_weights()
         taught = [text for text in predictions if text.text.use == Use.TRAIN]
-        self._held_out = [text for text in predictions if text.text.use == Use.HELD_OUT]
+        self._held_out = self._measured(predictions)
         self.batches = DraftBatches(
             self.task, taught, self.draft.translation, self.draft.context_limit
         )
         if self._is_joined:
             self._reduce_head()
-        self._before = self.agreement()
         return self.batches
+
+    def _measured(self, predictions: Sequence[PredictedText]) -> list[PredictedText]:
+        """Returns those that are measured: of held-out texts, greedy ones first, up to a limit."""
+        held_out = [text for text in predictions if text.text.use == Use.HELD_OUT]
+        chosen = []
+        tokens = 0
+        for prediction in sorted(held_out, key=lambda prediction: not prediction.text.greedy):
+            if tokens < _MEASURED_TOKENS:
+                chosen.append(prediction)
+                tokens += len(prediction.text.ids) - prediction.text.prompt_length
+        return chosen
 
     @torch.no_grad()
     def _reduce_head(self) -> None:
@@ -289,44 +312,86 @@ class DraftObjective(Objective):
             logits.index_select(0, chosen.nonzero()[:, 0]) for chosen in (is_taught, is_untaught)
         )
         rows = teacher[is_taught].cpu()
-        top_k_ids, log_probs = (
-            table[rows].to(logits.device)
-            for table in (self.batches.top_k_ids, self.batches.top_k_log_probs)
-        )
         following = tokens[is_untaught]
         if self._numbers is not None:
-            with_common = (top_k_ids >= 0).any(dim=-1).nonzero()[:, 0]
-            taught, top_k_ids, log_probs = (
-                each.index_select(0, with_common) for each in (taught, top_k_ids, log_probs)
-            )
             following = self._numbers[following]
             following = following.masked_fill(following < 0, IGNORED)
-        loss = divergence(taught, top_k_ids.long(), log_probs, self.off_overlap).sum()
+        top_k_ids = self.batches.top_k_ids[rows]
+        loss = self._divergences(taught, top_k_ids, self.batches.top_k_log_probs[rows]).sum()
         return loss + F.cross_entropy(untaught, following, reduction="sum", ignore_index=IGNORED)
+
+    def _divergences(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the divergences at positions with the draft's logits [n, vocabulary], in the
+        vocabulary of the loss, and the target's likeliest tokens [n, k], -1 for those outside of
+        it; positions without any are left out."""
+        top_k_ids = top_k_ids.long().to(logits.device)
+        log_probs = log_probs.to(logits.device)
+        if self._numbers is not None:
+            known = (top_k_ids >= 0).any(dim=-1).nonzero()[:, 0]
+            logits, top_k_ids, log_probs = (
+                rows.index_select(0, known) for rows in (logits, top_k_ids, log_probs)
+            )
+        return divergence(logits, top_k_ids, log_probs, self.off_overlap)
+
+    def measured(self, texts: Sequence[Text]) -> dict[str, Any]:
+        """Returns `held_out_agreement` with the target, and `cross_entropy`: the mean divergence
+        from the target's distribution as far as it is known, plus that distribution's entropy."""
+        loss, entropy, agreement = self._figures(_MEASURED_TOKENS)
+        return {
+            "held_out_agreement": agreement,
+            "cross_entropy": None if loss is None else loss + entropy,
+        }
+
+    def progress(self, texts: Sequence[Text]) -> tuple[float, list[float]] | None:
+        loss, _, agreement = self._figures(_PROGRESS_TOKENS)
+        shares = agreement["greedy"] or agreement["sampled"]
+        return None if loss is None or not shares else (loss, shares)
+
+    @torch.no_grad()
+    def _figures(
+        self, most_tokens: int
+    ) -> tuple[float | None, float, dict[str, list[float] | None]]:
+        """Measures on generated tokens of held-out texts, up to about `most_tokens`: the mean
+        divergence, the entropy of the target's likeliest tokens, and the agreement by position in a
+        draft (`held_out_agreement`). A draft with another tokenizer reads a text as in drafting
+        (see `translate`)."""
+        divergences = list[Tensor]()
+        entropies = list[Tensor]()
+        ranks = dict[int, Tensor]()
+        texts = []
+        for prediction in self._held_out:
+            if sum(map(len, divergences)) >= most_tokens:
+                break
+            compared = comparisons(self.draft.translation, prediction, 0.0, only_generated=True)
+            limit = self.draft.context_limit
+            inside = compared.after < limit
+            logits = self.next_logits(compared.ids[:limit])[compared.after[inside]].cpu()
+            top_k_ids = compared.top_k_ids[inside]
+            log_probs = compared.log_probs[inside]
+            on_overlap = logits.index_fill(-1, self.off_overlap, -torch.inf)
+            is_wrong = (on_overlap.argmax(dim=-1) != top_k_ids[:, 0]).long()
+            ranks[id(prediction.text)] = F.pad(is_wrong, (0, _DEPTHS - 1), value=-1).unfold(
+                0, _DEPTHS, 1
+            )
+            texts.append(prediction.text)
+
+            known = (top_k_ids >= 0).any(dim=-1)
+            entropies.append(-(log_probs.exp() * log_probs).sum(dim=-1)[known])
+            if self._numbers is not None:
+                assert self._compared is not None
+                logits = logits[:, self._compared.cpu()]
+                top_k_ids = self._numbers.cpu()[top_k_ids.long()]
+            divergences.append(self._divergences(logits[known], top_k_ids[known], log_probs[known]))
+        agreement, _ = held_out_agreement(texts, lambda text: ranks[id(text)])
+        if not any(len(rows) for rows in divergences):
+            return None, 0.0, agreement
+        means = (float(torch.cat(rows).mean()) for rows in (divergences, entropies))
+        return next(means), next(means), agreement
 
     def agreement(self) -> dict[str, float | None]:
         """Returns, for `greedy` and for `sampled` text, the share of tokens for which draft and
-        target have the same most probable token.
-
-        It is measured on the generated tokens of held-out texts; None where there are no such
-        tokens. A draft with another tokenizer reads a text as in drafting (see `translate`).
-        """
-        predictions = {id(prediction.text): prediction for prediction in self._held_out}
-
-        def ranks_of(text: Text) -> Tensor:
-            compared = comparisons(
-                self.draft.translation, predictions[id(text)], 0.0, only_generated=True
-            )
-            limit = self.draft.context_limit
-            logits = self.next_logits(compared.ids[:limit])
-            inside = compared.after < limit
-            on_overlap = (
-                logits[compared.after[inside]].cpu().index_fill(-1, self.off_overlap, -torch.inf)
-            )
-            return (on_overlap.argmax(dim=-1) != compared.top_k_ids[inside, 0])[:, None].long()
-
-        texts = [prediction.text for prediction in self._held_out]
-        return first_shares(held_out_agreement(texts, ranks_of)[0])
+        target have the same most probable token; None where there are no such tokens."""
+        return first_shares(self._figures(_MEASURED_TOKENS)[2])
 
     @inference
     def next_logits(self, ids: Tensor) -> Tensor:
@@ -347,7 +412,10 @@ class DraftObjective(Objective):
         with torch.no_grad():
             for weight in self.parameters.values():
                 weight.copy_(weight.to(self.saved_dtype))
-        figures |= {"agreement_before": self._before, "agreement": self.agreement()}
+        before = first_shares(figures["start"]["held_out_agreement"])
+        figures |= self.measured(texts)
+        agreement = first_shares(figures["held_out_agreement"])
+        figures |= {"agreement_before": before, "agreement": agreement}
         out.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.draft.folder.iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
@@ -430,16 +498,18 @@ def translate(
 class Comparisons(NamedTuple):
     """A text in the draft's tokens, with the target's predictions where the models are compared.
 
-    `ids` [n] are the draft's token ids. `after` [c] are the indices in `ids` of the tokens after
-    which the models are compared. `top_k_ids` [c, k] are the target's most probable next tokens
-    there, as the draft's ids (-1 for a token that the draft lacks), and `log_probs` [c, k] their
-    log-probabilities.
+    `ids` [n] are the draft's token ids, of which those from the index `first` on are learned: the
+    target's answer, or all of a text that it only read. `after` [c] are the indices in `ids` of the
+    tokens after which the models are compared. `top_k_ids` [c, k] are the target's most probable
+    next tokens there, as the draft's ids (-1 for a token that the draft lacks), and `log_probs`
+    [c, k] their log-probabilities.
     """
 
     ids: Tensor
     after: Tensor
     top_k_ids: Tensor
     log_probs: Tensor
+    first: int
 
 
 def comparisons(
@@ -465,6 +535,7 @@ def comparisons(
             after,
             prediction.top_k_ids[after],
             prediction.top_k_log_probs[after],
+            text.prompt_length if text.prompt_length < length else 1,
         )
     is_read = text.prompt_length >= length  # a corpus text: its beginning is translated as a prompt
     prompt_length = max(1, int(_READ_CONTEXT * length)) if is_read else text.prompt_length
@@ -478,4 +549,5 @@ def comparisons(
     top_k_ids = torch.where(is_known, to_draft[of_target.clamp_max(len(to_draft) - 1)], -1)
     probs = log_probs.exp()
     kept = torch.where(top_k_ids >= 0, probs, 0).sum(dim=-1) >= min_mass * probs.sum(dim=-1)
-    return Comparisons(torch.tensor(ids), after[kept], top_k_ids[kept], log_probs[kept])
+    first = 1 if is_read else len(translation.prompt(text.ids[:prompt_length]))
+    return Comparisons(torch.tensor(ids), after[kept], top_k_ids[kept], log_probs[kept], first)

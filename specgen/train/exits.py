@@ -18,6 +18,8 @@ tokens that the target judges in simulated rounds of greedy decoding.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from specgen.base.errors import SpecgenError
+from specgen.engine.forward_pass import text_pass
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM
@@ -55,20 +58,25 @@ from specgen.engine.parts.trained_part import (
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import Use
 from specgen.train.loop import PackedBatch, TrainingBatches, held_out_agreement
-from specgen.train.start import LinearMap, least_squares
+from specgen.train.start import LinearMap, ridge_path
 from specgen.train.states import Predictions, StatesObjective, TargetStates, reachable
-from specgen.train.target_layer import output_names
+from specgen.train.target_layer import silence
 from specgen.train.task import TrainingTask
 from specgen.train.texts import PredictedText, Text, wanted_for_predictor
 
 # of the predictor's training
 STEPS = 300
+_TIMED_STEPS = 3
 BATCH = 4096
 PASSES = 4  # over each text, each with rounds of other lengths
 STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 PRIOR_DEVIATION = 0.5
 TRAINED_DEPTHS = 3  # tokens in the drafts of training
+_SCALES = (0.5, 0.7, 0.85, 1.0)  # of the logits at the beginning: a mean of states is no state
+_CHOOSING = 8  # one training text in so many chooses the start, and is not solved for,
+_FEWEST_TEXTS = 4  # if there are so many texts
+_CHOOSING_TOKENS = 512  # at most
 # settings that do not matter for a predictor alone
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")
 
@@ -130,36 +138,100 @@ class ExitObjective(StatesObjective):
     def initial_weights(
         self, texts: Sequence[Text], generator: torch.Generator
     ) -> dict[str, Tensor]:
+        architecture = exit_architecture(self.model)
         made = self.model.last_layers(self.target.folder, self.layers)
         made[EXIT_HEAD] = self.head_start()
+        offset = architecture.norm_weight_offset
         for index in range(self.layers):
-            for name in output_names(exit_architecture(self.model), index):
-                made[name].zero_()
-        offset = exit_architecture(self.model).norm_weight_offset
+            silence(made, architecture, index)
         gain = made[FINAL_NORM] + offset
-        found = self._to_last_state(texts, gain)
-        made |= {JOIN: found.weight, JOIN_BIAS: found.bias}
+        used = [text for text in texts if text.use == Use.TRAIN]
+        count = max(1, len(used) // _CHOOSING) if len(used) >= _FEWEST_TEXTS else 0
+        choosing = used[len(used) - count :]
+        starts = self._starts(used[: len(used) - count], gain, self._raw_size(used))
 
-        def scaled(scale: float) -> dict[str, Tensor]:
-            return {**made, FINAL_NORM: gain * scale - offset}
+        best: tuple[float, dict[str, Tensor]] | None = None
+        for start in starts if count else starts[:1]:
+            own = {JOIN: start.weight, JOIN_BIAS: start.bias}
+            self.parameters = {
+                name: torch.nn.Parameter(weight.to(self.device))
+                for name, weight in (made | own).items()
+            }
+            for scale, loss in self._start_losses(choosing).items():
+                if best is None or loss < best[0]:
+                    best = loss, own | {FINAL_NORM: gain * scale - offset}
+        assert best is not None
+        return made | best[1]
 
-        return scaled(self.best_scale(texts, scaled))
+    @torch.no_grad()
+    def _start_losses(self, texts: Sequence[Text]) -> dict[float, float]:
+        """Returns the cross-entropy of the present parameters with the target, in nats, on some of
+        the texts' answers, with each of several scales of the final norm. Decoder layers are left
+        out, which add nothing yet."""
+        exit_layers = self._exit(0)
+        joined = []
+        labels = []
+        tokens = 0
+        for text in texts:
+            if tokens >= _CHOOSING_TOKENS:
+                break
+            batch = self.whole(text.ids, text.prompt_length, self.teacher(text))
+            states = self.states(batch)
+            chosen = reachable(batch, 0)[0]
+            tokens += len(chosen)
+            features = states.features.flatten(0, 1)[chosen]
+            before = _before(batch, states.hidden).flatten(0, 1)[chosen]
+            joined.append(exit_layers.joined(features, before))
+            labels.append([rows[chosen] for rows in self.labels_of(batch, states)])
+        if not tokens:
+            return {1.0: 0.0}
+        last = exit_layers.last_states(torch.cat(joined))
+        of_rows = [torch.cat(rows) for rows in zip(*labels, strict=True)]
+        losses = {}
+        for scale in _SCALES:
+            logits = exit_layers.head_logits(last * scale).float()
+            losses[scale] = float(self.entropies(logits, *of_rows).mean())
+        return losses
 
-    def _to_last_state(self, texts: Sequence[Text], gain: Tensor) -> LinearMap:
-        """Returns the map by least squares of what is joined to the target's last state before the
-        final norm's `gain`."""
+    def _starts(self, texts: Sequence[Text], gain: Tensor, size: float) -> list[LinearMap]:
+        """Returns maps of what is joined to the target's last state before the final norm's `gain`,
+        of root mean square `size`. With enough text the first are by least squares on all of it;
+        then come those that read less: the state alone, and the state itself."""
+        width = self.width
+        itself = torch.eye(width, 2 * width, device=self.device)
+        starts = [LinearMap(itself, torch.zeros(width, device=self.device))]
+        pairs = self._pairs(texts, gain)
+        if pairs is not None:
+            inputs, outputs = pairs
+            alone = [
+                found._replace(weight=F.pad(found.weight, (0, width)))
+                for found in ridge_path(inputs[:, :width], outputs).values()
+            ]
+            starts = [*ridge_path(inputs, outputs).values(), *alone, *starts]
+        return [LinearMap(start.weight * size, start.bias * size) for start in starts]
+
+    def _pairs(self, texts: Sequence[Text], gain: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns what least squares read: the join's inputs [tokens, 2 * width], and the target's
+        last states before the final norm's `gain` [tokens, width]. None without text."""
         inputs = []
         outputs = []
         for batch, states in self.solved_for(texts):
             chosen = reachable(batch, 0)[0]
             inputs.append(self._joined_inputs(batch, states)[chosen])
             outputs.append((states.hidden / gain.to(self.device)).flatten(0, 1)[chosen])
-        found = least_squares(torch.cat(inputs), torch.cat(outputs)) if inputs else None
-        if found is not None:
-            return found
-        width = self.width  # too little text: begins as the state itself
-        weight = torch.eye(width, 2 * width, device=self.device)
-        return LinearMap(weight, torch.zeros(width, device=self.device))
+        return (torch.cat(inputs), torch.cat(outputs)) if inputs else None
+
+    def _raw_size(self, texts: Sequence[Text]) -> float:
+        """Returns the root mean square of the states that enter the target's last layer: the size
+        at which that layer's weights are learned best. Neither the norm before it nor the final
+        norm depends on it."""
+        if not texts:
+            return 1.0
+        ids = torch.tensor(texts[0].ids, device=self.device)
+        last = self.num_layers - 1
+        tapped = self.model.batch(text_pass(ids), taps=[last], with_head=False).features
+        assert tapped is not None
+        return float(tapped[0].float().square().mean(-1).sqrt().median().clamp_min(1e-6))
 
     def _joined_inputs(self, batch: PackedBatch, states: TargetStates) -> Tensor:
         """Returns what the join reads [tokens, 2 * width] of a batch: normed states."""
@@ -195,6 +267,16 @@ class ExitObjective(StatesObjective):
     def logits(self, outputs: Tensor, depths: Tensor) -> Tensor:
         return self._exit(0).norm_and_head(outputs)[0].float()
 
+    def closing_seconds(self, measuring: float, texts: Sequence[Text]) -> float:
+        """The exit is run on the predictor's texts too, and the predictor is fitted."""
+        tokens = Counter[Use]()
+        for text in texts:
+            tokens[text.use] += len(text.ids)
+        share = tokens[Use.PREDICTOR] / max(1, tokens[Use.HELD_OUT])
+        return super().closing_seconds(measuring * (2 + share), texts) + fit_seconds(
+            self.width, self.device
+        )
+
     def finish(self, texts: Sequence[Text], figures: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
         round_as_saved(self.parameters)
         self.task.announce("training the predictor")
@@ -222,7 +304,7 @@ class ExitObjective(StatesObjective):
     @torch.no_grad()
     def exit_outputs(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """See `ExitOutputs`. After the last token, both are zero."""
-        batch = self.whole(ids, 1)
+        batch = self.whole(ids, 1, self.teacher(Text(ids, 1, False, Use.PREDICTOR)))
         with self.autocast():
             found = self.predict(batch, self.states(batch), None)
             logits, states = self._exit(0).norm_and_head(found.outputs)
@@ -440,12 +522,25 @@ def _examples(
     )
 
 
-def _fit(examples: _Examples, seed: int) -> Predictor:
+def fit_seconds(width: int, device: torch.device) -> float:
+    """Estimates how many seconds the fit of a predictor takes, for states of this width, by some of
+    its steps."""
+    states = torch.ones(BATCH, width, device=device)
+    rows = torch.arange(BATCH, device=device)
+    examples = _Examples(states, states, rows, rows, rows % 4 + 1, rows % 2 == 0)
+    _fit(examples, 0, 1)
+    start = time.monotonic()
+    _fit(examples, 0, _TIMED_STEPS)
+    return (time.monotonic() - start) * STEPS / _TIMED_STEPS
+
+
+def _fit(examples: _Examples, seed: int, steps: int | None = None) -> Predictor:
     """Minimizes the cross-entropy of the scores, with a normal prior of mean 0 for the weights.
 
     The prior and the step size are relative to the size of the hidden states, which differs between
     models.
     """
+    steps = steps or STEPS
     device = examples.accepted.device
     labels = examples.accepted.float()
     generator = torch.Generator(device).manual_seed(seed)
@@ -462,8 +557,8 @@ def _fit(examples: _Examples, seed: int) -> Predictor:
         groups.append({"params": [weight], "lr": STEP_SIZE / size})
         priors.append((weight, size**2 / (2 * PRIOR_DEVIATION**2 * len(labels) / PASSES)))
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
-    for _ in range(STEPS):
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for _ in range(steps):
         chosen = torch.randint(len(labels), (BATCH,), generator=generator, device=device)
         loss = F.binary_cross_entropy_with_logits(
             examples.logits(predictor, chosen), labels[chosen]

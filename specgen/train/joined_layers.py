@@ -11,8 +11,10 @@ target from 0 to 19 % before any training.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -32,6 +34,7 @@ from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.precision import choose_draft_precision
 from specgen.engine.weights import files_of_keys, reading_weights
+from specgen.train.start import least_squares
 from specgen.train.texts import Text
 
 _LAYER = re.compile(r"(?<![^.])(layers|h)\.(\d+)\.")
@@ -39,9 +42,8 @@ _PER_LAYER = ("layer_types", "mlp_layer_types")  # lists in config.json with an 
 _COPIED = (".json", ".jinja", ".model", ".txt")  # the tokenizer's files and the generation config
 _WEIGHT_INDEX = ".index.json"
 _MANY_LAYERS = 8
-_FIT_TOKENS = 20_000
+_FIT_TOKENS = 18_000
 _FIRST_FITTED = 4  # in each text: the states of the first tokens can be larger by far
-_RIDGE = 1e-3  # times the mean of the diagonal
 
 
 def chosen_layers(count: int) -> list[int]:
@@ -109,12 +111,14 @@ def _write_weights(target: LoadedModel, folder: Path, layers: Sequence[int]) -> 
 
 
 @inference
-def join(module: nn.Module, target: LoadedModel, texts: Sequence[Text]) -> None:
+def join(
+    module: nn.Module, target: LoadedModel, texts: Sequence[Text], seconds: float = math.inf
+) -> None:
     """Fits the down projections before gaps in `module`, transformers' model of a `joined_draft`,
-    on `texts`.
+    on `texts`, of which as many are read as can be in so many seconds.
 
     Layers without such a projection stay as they are, and so do those of which the fitted one is
-    no nearer to the target's states.
+    no nearer to the target's states on texts that it was not solved for.
     """
     chosen = chosen_layers(target.files.shape.num_layers)
     decoder: Any = module.get_decoder()  # type: ignore[operator]
@@ -123,10 +127,11 @@ def join(module: nn.Module, target: LoadedModel, texts: Sequence[Text]) -> None:
         projection = getattr(getattr(block, "mlp", None), "down_proj", None)
         if following == layer + 1 or not isinstance(projection, nn.Linear):
             continue
-        inputs, missing = _gap(decoder, block, projection, target, following, texts)
-        fitted = _ridge_regression(inputs, missing)
-        if (missing - inputs @ fitted).square().sum() < missing.square().sum():
-            projection.weight += fitted.T
+        end = time.monotonic() + seconds / (len(chosen) - 1)
+        inputs, missing = _gap(decoder, block, projection, target, following, texts, end)
+        fitted = least_squares(inputs, missing, centred=False)
+        if fitted is not None:
+            projection.weight += fitted.weight
 
 
 def _gap(
@@ -136,6 +141,7 @@ def _gap(
     target: LoadedModel,
     following: int,
     texts: Sequence[Text],
+    end: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the inputs of the projection [tokens, n], and what is missing [tokens, width] from
     the state after its layer to that which enters the target's layer `following`."""
@@ -153,7 +159,7 @@ def _gap(
         all_inputs.append(seen["inputs"][_FIRST_FITTED:])
         all_missing.append((goal - seen["state"])[_FIRST_FITTED:])
         tokens += len(ids)
-        if tokens >= _FIT_TOKENS:
+        if tokens >= _FIT_TOKENS or time.monotonic() > end:
             break
     return torch.cat(all_inputs), torch.cat(all_missing)
 
@@ -177,11 +183,3 @@ def _recorded(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _ridge_regression(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """Returns the map [n, m] from rows of `inputs` [rows, n] to rows of `outputs` [rows, m]."""
-    products = inputs.T @ inputs
-    products.diagonal().add_(_RIDGE * products.diagonal().mean())
-    solution: Tensor = torch.linalg.solve(products, inputs.T @ outputs)
-    return solution

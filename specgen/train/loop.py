@@ -42,10 +42,10 @@ WARM_UP_SHARE = 0.05  # of the budget
 MAX_LOGITS = 1 << 26  # numbers in a piece of logits: larger batches are processed in pieces
 # predicted tokens whose logits are computed at once on a CPU: few enough for its caches
 _CPU_ROWS = 256
-_RESERVED_SHARE = 0.05  # of a budget in seconds, at least: for measuring and the predictor
+_RESERVED_SHARE = 0.05  # of a budget in seconds, at least: for measuring and saving
 _SAVE_SECONDS = 60.0
 _LEAST_RATE = 0.002  # of the warm-up that has passed, at the first step
-_MEASURING_SHARE = 1.5  # of the seconds of a measurement, for the one at the end
+_MEASURING_SHARE = 1.5  # of the seconds of a measurement, for the one at the end and saving
 # numbers of sequences that are tried on a CPU; the first is taken that learns at least this share
 # of the tokens a second that the fastest does. Trying ends with a share of the budget.
 _BATCHES = (2, 4, 8, 16)
@@ -59,7 +59,7 @@ _LATEST_STEPS = 10  # whose mean loss is compared with that of held-out text
 _MARKS = tuple(tenth / 10 for tenth in range(1, 11))
 _MARKS_OF_STEPS = (0.5, 0.9, 1.0)
 _MEASURED_SHARE = 0.1  # of a budget in seconds, for measuring
-_STATE_COPIES = 3  # the weights, and the optimizer's two means
+_STATE_COPIES = 4  # the weights, the best ones, and the optimizer's two means
 
 # Tensors [n, ...] with one row per predicted token, which `Objective.losses` needs beside the
 # outputs.
@@ -230,6 +230,15 @@ class Objective(ABC):
             if text.use == Use.TRAIN
         ]
 
+    def affordable(self, texts: Sequence[Text]) -> Sequence[Text]:
+        """Returns the first of the texts: as many as a budget in seconds has time for, before
+        training. Raises TrainingStopped if a stop is requested."""
+        return texts
+
+    def closing_seconds(self, measuring: float, texts: Sequence[Text]) -> float:
+        """Estimates how many seconds `finish` takes, where `measured` took `measuring`."""
+        return _MEASURING_SHARE * measuring
+
     @abstractmethod
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         """Makes the initial weights and returns the batches, or None if no weights are trained in
@@ -292,7 +301,7 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     task = objective.task
     task.begin(objective.target, objective.settings)
     generation = TextGeneration(objective.target, task, objective.uses)
-    texts = generation.run()
+    texts = objective.affordable(generation.run())
     figures = dict[str, Any]()
     batches = objective.start(texts)
     if batches is not None:
@@ -303,9 +312,9 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
             objective,
             batches,
             spent=generation.earlier_seconds + now - task.began,
-            measuring=now - start,
             texts=texts,
             more=generation.more,
+            closing=objective.closing_seconds(now - start, texts),
         )
         before = generation.seconds
         training.run()
@@ -381,14 +390,16 @@ class Training:
     """An objective in training, with a state that is saved in the task's folder every minute and
     restored from there.
 
-    `spent` are seconds of earlier work, such as generating text, which a budget in seconds has to
-    pay too. `measuring` are those that one measurement took, as at the end. `seconds` is the time
-    of all steps, `loss` the mean over the last steps in nats per token.
+    `spent` are seconds of earlier work, such as generating text, and `closing` those of what comes
+    after the steps, which a budget in seconds has to pay too. `seconds` is the time of all steps,
+    `loss` the mean over the last steps in nats per token.
 
     If the recipe names no number of sequences, the first steps try several: the smallest is taken
     with which a step learns nearly as many tokens a second as with any.
 
-    From time to time the held-out ones of `texts` are measured. Where text is what limits
+    Before the first step and from time to time the held-out ones of `texts` are measured. The
+    weights with which they were predicted best are those that the objective has at the end: a
+    training never makes worse what it began with. Where text is what limits
     (`Learning.needs_text`), and the budget is in seconds, the target then generates `more` text for
     as long as was trained since the measurement before: `more` is called with a number of seconds
     and returns texts. The two share the time in halves as long as that holds, and otherwise all of
@@ -400,9 +411,9 @@ class Training:
         objective: Objective,
         batches: TrainingBatches,
         spent: float = 0.0,
-        measuring: float = 0.0,
         texts: Sequence[Text] = (),
         more: Callable[[float], Sequence[Text]] | None = None,
+        closing: float = 0.0,
     ) -> None:
         self.objective = objective
         self.batches = batches
@@ -415,7 +426,7 @@ class Training:
         self.seconds = 0.0
         recipe = self._recipe = self.task.recipe
         seconds = recipe.seconds or 0.0
-        reserved = max(_RESERVED_SHARE * seconds, _MEASURING_SHARE * measuring)
+        reserved = max(_RESERVED_SHARE * seconds, closing) + self.task.afterwards
         self._budget = max(1.0, seconds - reserved - spent)
         self._tried: list[tuple[int, float]] = []  # sequences in a step, and tokens a second
         self._is_trying = recipe.batch is None
@@ -428,6 +439,7 @@ class Training:
         self._texts = texts
         self._more = more
         self._points: list[Point] = []
+        self._best: tuple[float, int, dict[str, Tensor]] | None = None  # loss, step, weights
         self._cost = 0.0  # seconds of a measurement
         self._begin = 0.0  # of all steps, on the clock
 
@@ -459,6 +471,8 @@ class Training:
         self.check_room()
         saved = time.monotonic()
         self._begin = saved - self.seconds
+        if not self.step:
+            self._measure()
         while self.share < 1:
             start = time.monotonic()
             self._try_batch()
@@ -484,6 +498,20 @@ class Training:
                 saved = time.monotonic()
             if stop:
                 raise TrainingStopped
+        self._take_best()
+
+    def _take_best(self) -> None:
+        """Returns to the weights with which held-out text was predicted best, if others came
+        after."""
+        if self._best is None or self._best[1] == self.step:
+            return
+        _, step, weights = self._best
+        self._copy(weights)
+        self.task.announce(f"the weights of step {step} predict held-out text best: they are kept")
+
+    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in self.trained.items():
+            weight.data.copy_(weights[name])
 
     def _try_batch(self) -> None:
         """Chooses the number of sequences of the next step, while several are tried: each twice, as
@@ -545,9 +573,12 @@ class Training:
         self.seconds = now - self._begin
         if found is None or not found[1]:
             return
-        latest = self._losses[-_LATEST_STEPS:]
+        latest = self._losses[-_LATEST_STEPS:] or found[:1]
         loss = sum(latest) / len(latest)
         self._points.append(Point(self.share, self.seconds, self.tokens, loss, *found))
+        if self._best is None or found[0] < self._best[0]:
+            weights = {name: weight.data.clone() for name, weight in self.trained.items()}
+            self._best = found[0], self.step, weights
 
     def _generate(self, state: Path) -> None:
         """Generates text if that is what limits. Saves the state before, because a stop may be
@@ -640,6 +671,7 @@ class Training:
             "numbers": (self.step, self.tokens, self.seconds, self._losses),
             "choices": (self.batches.size, self._is_trying, self.objective.in_bfloat16),
             "points": [tuple(point) for point in self._points],
+            "best": self._best,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -655,13 +687,13 @@ class Training:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
             raise SpecgenError(f"cannot read {path}", "Delete it to start again") from error
-        for name, weight in self.trained.items():
-            weight.data.copy_(state["weights"][name])
+        self._copy(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds, self._losses = state["numbers"]
         size, self._is_trying, self.objective.in_bfloat16 = state["choices"]
         self.batches.size = size
-        self._points = [Point(*point) for point in state.get("points", [])]
+        self._points = [Point(*point) for point in state["points"]]
+        self._best = state["best"]
 
 
 def divergence(

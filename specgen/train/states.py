@@ -10,6 +10,8 @@ arXiv:2502.14856): with a large vocabulary, most of a step's time would be spent
 
 from __future__ import annotations
 
+import math
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -50,6 +52,8 @@ _SCALES = (0.5, 0.7, 0.85, 1.0)
 _SCALED_TEXTS = 16  # on which the scale is chosen
 _OUTSIDE = 1 << 20  # the rank of a token that the head does not know
 _KEPT_SHARE = 0.25  # of the free memory, for what is kept of the target's passes
+_KEEPING_SHARE = 0.3  # of the time that is left, for these passes
+_FEWEST_KEPT = 8  # texts, however short the time
 _COUNTED = 400  # pieces of corpus text in which tokens are counted, each of so many tokens
 _COUNTED_TOKENS = 256
 _PROGRESS_TOKENS = 1024  # of held-out answers, for the figures during the training
@@ -124,7 +128,7 @@ class StatesObjective(Objective):
         self.width = self.model.shape.hidden_size
         self.num_layers = self.model.shape.num_layers
         self.ids: Tensor | None = None
-        self._first_rows: dict[int, int] = {}  # of each kept text, by its id()
+        self._first_rows: dict[int, int] = {}  # of each kept text, by id() of its tokens
         self._kept: KeptStates | None = None
 
     @abstractmethod
@@ -170,6 +174,13 @@ class StatesObjective(Objective):
         own[self.ids] = torch.arange(len(self.ids), device=self.device)
         return own
 
+    def affordable(self, texts: Sequence[Text]) -> Sequence[Text]:
+        """Those on which the target can be run in a share of the time that is left. What is read
+        and learned of them is kept."""
+        if self.reads_cache:
+            return texts
+        return texts[: self._keep(texts, _KEEPING_SHARE * self.task.seconds_left)]
+
     def start(self, texts: Sequence[Text]) -> TrainingBatches | None:
         if not self.reads_cache:
             self._keep(texts)
@@ -181,31 +192,37 @@ class StatesObjective(Objective):
         return self.begin(made, texts, self.trained_uses)
 
     def teacher(self, text: Text) -> list[int]:
-        first = self._first_rows.get(id(text))
+        first = self._first_rows.get(id(text.ids))
         length = len(text.ids)
         return [IGNORED] * length if first is None else list(range(first, first + length))
 
-    def _keep(self, texts: Sequence[Text]) -> None:
+    def _keep(self, texts: Sequence[Text], seconds: float = math.inf) -> int:
         """Runs the target on the texts and keeps what is read and learned of it, of as many texts
-        as memory allows. Those that are kept already stay."""
-        texts = [text for text in texts if id(text) not in self._first_rows]
-        if not texts:
-            return
+        as memory allows. Those that are kept already stay. Returns how many of the texts can be
+        used: all but those that are left when so many `seconds` have passed."""
+        begin = time.monotonic()
         each = (len(self.taps) + 1) * self.width * self.dtype.itemsize + 8 * TOP_K
         room = free_memory(torch.device("cpu"))
         rows = [] if self._kept is None else [self._kept]
         count = sum(len(part.hidden) for part in rows)
         most = len(texts) * self.task.recipe.window if room is None else _KEPT_SHARE * room / each
         most += count
-        for text in texts:
+        usable = len(texts)
+        for number, text in enumerate(texts):
+            if id(text.ids) in self._first_rows:
+                continue
             if count + len(text.ids) > most:
                 break
+            if number >= _FEWEST_KEPT and time.monotonic() - begin > seconds:
+                usable = number
+                break
             self.task.stop_if_requested()
-            self._first_rows[id(text)] = count
+            self._first_rows[id(text.ids)] = count
             rows.append(self._of_text(text))
             count += len(text.ids)
         if rows:
             self._kept = KeptStates(*map(torch.cat, zip(*rows, strict=True)))
+        return usable
 
     def _of_text(self, text: Text) -> KeptStates:
         batch = self.whole(text.ids, 1)
@@ -268,13 +285,17 @@ class StatesObjective(Objective):
         states = self.states(batch)
         with self.autocast():
             predictions = self.predict(batch, states, rng)
-        kept = self._kept_rows(batch)
-        if kept is None:
-            labels = self._labels(states.hidden.flatten(0, 1))
-        else:
-            labels = kept.top_k_ids.long(), kept.top_k_log_probs
+        labels = self.labels_of(batch, states)
         of_rows = (part.index_select(0, predictions.sources) for part in labels)
         return predictions, (predictions.depths, *of_rows)
+
+    def labels_of(self, batch: PackedBatch, states: TargetStates) -> tuple[Tensor, Tensor]:
+        """Returns the target's most probable tokens after each token of the batch, with their
+        log-probabilities, as `most_probable` does."""
+        kept = self._kept_rows(batch)
+        if kept is None:
+            return self._labels(states.hidden.flatten(0, 1))
+        return kept.top_k_ids.long(), kept.top_k_log_probs
 
     def _kept_rows(self, batch: PackedBatch) -> KeptStates | None:
         """Returns what is kept of the batch's tokens, one after the other; None unless something is
@@ -348,13 +369,18 @@ class StatesObjective(Objective):
             for piece in torch.split(first, self.rows):
                 with self.autocast():
                     logits = self.logits(predictions.outputs[piece], depths[piece]).float()
-                own_ids = self.own_ids(top_k_ids[piece])
-                weights = log_probs[piece].exp() * (own_ids >= 0)
-                weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-9)
-                log_q = logits.log_softmax(dim=-1).gather(1, own_ids.clamp_min(0))
-                total -= float((weights * log_q).sum())
+                total += float(self.entropies(logits, top_k_ids[piece], log_probs[piece]).sum())
                 count += len(piece)
         return total / count if count else None
+
+    def entropies(self, logits: Tensor, top_k_ids: Tensor, log_probs: Tensor) -> Tensor:
+        """Returns the cross-entropy [n] in nats of logits [n, tokens] with the target's likeliest
+        tokens, each [n, k], as far as the part knows them."""
+        own_ids = self.own_ids(top_k_ids)
+        weights = log_probs.exp() * (own_ids >= 0)
+        weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-9)
+        log_q = logits.log_softmax(dim=-1).gather(1, own_ids.clamp_min(0))
+        return -(weights * log_q).sum(dim=-1)
 
     def measured(self, texts: Sequence[Text]) -> dict[str, Any]:
         agreement, _ = held_out_agreement(texts, self.ranks_of)
@@ -417,9 +443,10 @@ class StatesObjective(Objective):
     def predicted(self, text: Text, *, keep_hidden: bool) -> PredictedText:
         """Returns a text with the target's predictions, and with `keep_hidden` its last states; on
         the CPU."""
-        first = self._first_rows.get(id(text))
-        rows = self._of_text(text)
-        if first is not None:
+        first = self._first_rows.get(id(text.ids))
+        if first is None:
+            rows = self._of_text(text)
+        else:
             assert self._kept is not None
             kept = slice(first, first + len(text.ids))
             rows = KeptStates(*(part[kept] for part in self._kept))

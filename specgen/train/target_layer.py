@@ -95,6 +95,20 @@ def output_names(architecture: Architecture, index: int) -> list[str]:
     return [tensor.name for tensor in walk(tuple(outputs))]
 
 
+def silence(weights: Mapping[str, Tensor], architecture: Architecture, index: int) -> None:
+    """Changes the weights of a layer so that attention and MLP add nothing to the residual stream.
+
+    The output projections become zero, or where norms of their output follow, these: behind a norm,
+    the smallest output would be as large as any.
+    """
+    files = layer_files(architecture, index)
+    norms = [norm for norm in (files.attention_post_norm, files.mlp_post_norm) if norm is not None]
+    for norm in norms:
+        weights[norm.name].fill_(-architecture.norm_weight_offset)
+    for name in output_names(architecture, index) if not norms else ():
+        weights[name].zero_()
+
+
 def _converted(
     weights: Mapping[str, Tensor], theirs: Architecture, own: Architecture, index: int
 ) -> dict[str, Tensor]:

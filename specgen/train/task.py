@@ -4,6 +4,7 @@ shows its progress."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +57,8 @@ class TrainingTask:
     trainings of the same target; None: it is unfinished work too. `announce` is called with a line
     of text, `show` with a stage of the work, its share that is done (0 to 1) and its figures as
     text. The training stops when `stop_requested` returns True. `began` is when the work began, by
-    `time.monotonic`: a budget in seconds pays for loading the models too.
+    `time.monotonic`: a budget in seconds pays for loading the models too, and for the `afterwards`
+    seconds that what follows the training takes.
     """
 
     out: Path
@@ -68,11 +70,19 @@ class TrainingTask:
     show: Callable[[str, float, str], None] = lambda *_: None
     stop_requested: Callable[[], bool] = lambda: False
     began: float = field(default_factory=time.monotonic)
+    afterwards: float = 0.0
 
     @property
     def folder(self) -> Path:
         """The folder of unfinished work."""
         return self.out / "training"
+
+    @property
+    def seconds_left(self) -> float:
+        """What is left of a budget in seconds for the training itself; infinite without one."""
+        if self.recipe.seconds is None:
+            return math.inf
+        return self.began + self.recipe.seconds - self.afterwards - time.monotonic()
 
     def stop_if_requested(self) -> None:
         """Raises TrainingStopped if a stop is requested."""

@@ -32,6 +32,7 @@ from specgen.engine.kernels import library
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.weights import weights_fingerprint
 from specgen.train.corpus import CYCLE, Use
+from specgen.train.speed import Speed, measured_speed
 from specgen.train.task import TrainingTask
 
 TOP_K = 64  # tokens whose log-probabilities are used; the probability of all others is one number
@@ -43,6 +44,8 @@ _MIN_BATCH = 2
 _BUDGET_SHARE = 0.2
 # of the time for generating text: if less is left, no further batch is started
 _MIN_TIME_SHARE = 0.1
+_WANTED_TOKENS = 96  # of each answer, where the time is short,
+_LONGER = 1.2  # if half as many texts have answers that are longer by this factor
 _CACHE_SHARE = 0.5  # of the free memory; forward passes need the rest
 # finished texts leave the KV cache once fewer than this share of its texts are unfinished
 _COMPACTION_SHARE = 0.7
@@ -128,7 +131,9 @@ class TextGeneration:
     (`wanted_for_predictor`).
 
     Many texts are generated in one pass over them all: on two cores three times as many tokens a
-    second as any method that decodes one text (SmolLM2-135M: 142 against 51 with `adaptive`).
+    second as any method that decodes one text (SmolLM2-135M: 142 against 51 with `adaptive`). With
+    a budget in seconds they are as many as can have answers of `_WANTED_TOKENS` tokens in time, by
+    the speed of some first passes: of shorter answers, prompts take most of the time.
 
     `seconds` is the time that this training has spent on generation, including the
     `earlier_seconds` before an interruption. With a budget in steps, the texts depend only on the
@@ -142,14 +147,16 @@ class TextGeneration:
         self._uses = uses
         self._only_predictor = Use.TRAIN not in uses
         self._max_tokens = min(recipe.window, target.context_limit)
-        self._at_once = MAX_BATCH if target.device.type != "cpu" else _CPU_BATCH
+        self._most_at_once = MAX_BATCH if target.device.type != "cpu" else _CPU_BATCH
+        self._at_once = self._most_at_once
+        self._speed: Speed | None = None  # None: not measured yet
         source = task.prompts or task.corpus
         self._is_split = source is not None and source.is_split
         self._prompts = self._in_order()
         self._planned = self._limit = math.inf
         if recipe.steps is not None:
             tokens = recipe.steps * (recipe.batch or 1) * recipe.self_text / _EPOCHS
-            self._planned = 2 * max(1, round(tokens / (2 * self._at_once)))
+            self._planned = 2 * max(1, round(tokens / (2 * self._most_at_once)))
         if recipe.seconds is not None:
             self._limit = recipe.seconds * (2 / 3 if self._only_predictor else _BUDGET_SHARE)
         self._sampling = own_sampling(target)
@@ -195,12 +202,34 @@ class TextGeneration:
 
     def _add(self, limit: float) -> None:
         start = time.monotonic()
+        if math.isfinite(limit):
+            self._choose_number(limit)
         made = self._batch(start, start + limit)
         seconds = time.monotonic() - start
         self.seconds += seconds
         write_whole(self._path(), json.dumps({"texts": made}))
         write_whole(self._own_path(), json.dumps({"seconds": self.seconds}))
         self._keep(made)
+
+    def _choose_number(self, seconds: float) -> None:
+        """Chooses how many texts the next batch has, by what there is time for."""
+        prompts = [ids for ids, _ in self._prompts or ()]
+        length = self._max_tokens // 8  # of documents' beginnings, about
+        if prompts:
+            length = sum(map(len, prompts)) // len(prompts)
+        if self._speed is None:
+            ids = max(prompts, key=len) if prompts else self._beginnings([self._uses[0]], 0)[0]
+            self._speed = measured_speed(self._target, ids)
+        wanted = min(_WANTED_TOKENS, self._max_tokens - length)
+        number = self._most_at_once
+        tokens = self._speed.answers(number, length, seconds)
+        while number > _MIN_BATCH and tokens < wanted:
+            of_half = self._speed.answers(number // 2, length, seconds)
+            if of_half < _LONGER * tokens:  # fewer texts take as long
+                break
+            number //= 2
+            tokens = of_half
+        self._at_once = number
 
     def _has_next(self) -> bool:
         """Whether to generate another batch: always one greedy and one sampled batch, and more
@@ -265,18 +294,24 @@ class TextGeneration:
 
     def _in_order(self) -> list[tuple[list[int], Use]] | None:
         """Returns the prompts with their uses in the order in which they are answered, which
-        depends on the seed; None if text begins as documents do."""
+        depends on the seed; None if text begins as documents do. The first few have all uses."""
         prompts = self._task.prompts
         if prompts is None:
             return None
         longest = max(1, 3 * self._max_tokens // 4)  # longer prompts lose their beginning
         uses = [use for use in Use if use != Use.TRAIN or not self._only_predictor]
-        listed = [
-            (list(ids)[-longest:], use)
-            for use in (uses if prompts.is_split else self._uses[:1])
-            for ids in prompts.different((use,))
-        ]
-        Random(f"prompts {self._task.recipe.seed}").shuffle(listed)
+        if not prompts.is_split:
+            uses = [self._uses[0]]
+        rng = Random(f"prompts {self._task.recipe.seed}")
+        waiting = dict[Use, list[list[int]]]()
+        for use in uses:
+            waiting[use] = [list(ids)[-longest:] for ids in prompts.different((use,))]
+            rng.shuffle(waiting[use])
+        listed = []
+        while any(waiting.values()):
+            for use in CYCLE if len(uses) > 1 else uses:
+                if waiting.get(use):
+                    listed.append((waiting[use].pop(), use))
         return listed
 
     def _next_prompts(self, seed: int, greedy: bool) -> tuple[bool, list[tuple[list[int], Use]]]:

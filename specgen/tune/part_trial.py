@@ -17,7 +17,9 @@ from specgen.tune.outcome import Deadline
 NEW_TOKENS = 48  # of each run
 UNTRAINED = ("suffix", "lookup")  # methods that need no drafter at all
 _WARM_UP_TOKENS = 8
-_FEWEST = 2  # prompts that are run even if the time is short
+_FEWEST = 2  # prompts that are run even if the time is short,
+_FEWEST_TOKENS = 16  # with so many new tokens
+_CONTENDERS = 5
 
 
 class Contender(NamedTuple):
@@ -43,6 +45,12 @@ def contenders(pair: Pair, method: str, before: Pair | None = None) -> dict[str,
     return named
 
 
+def trial_seconds(one: float) -> float:
+    """Estimates the least time that a verdict takes, where a token of plain decoding takes `one`
+    seconds."""
+    return _CONTENDERS * (_WARM_UP_TOKENS + _FEWEST * _FEWEST_TOKENS) * one
+
+
 def verdict(
     named: Mapping[str, Contender],
     method: str,
@@ -51,27 +59,35 @@ def verdict(
     announce: Callable[[str], None],
 ) -> PartVerdict | None:
     """Runs all contenders on the prompts (token ids) in turn, until the deadline, and returns what
-    follows for the drafter that was trained for `method`.
+    follows for the drafter that was trained for `method`. Where there is little time, by the speed
+    of plain decoding in a first run, they generate fewer tokens.
 
     None if that or plain decoding could not run. Others that cannot run are left out.
     """
     tokens = dict.fromkeys(named, 0)
     seconds = dict.fromkeys(named, 0.0)
     failed = set[str]()
+    one = 0.0  # seconds of a token of plain decoding, with its share of the prompt's pass
     for name, contender in named.items():
         announce(f"measuring {name}")
         with suppress(SpecgenError):
-            _ = list(islice(_rounds(contender, prompts[0]), _WARM_UP_TOKENS))
+            begin = deadline.clock()
+            rounds = list(islice(_rounds(contender, prompts[0], NEW_TOKENS), _WARM_UP_TOKENS))
+            if name == PLAIN:
+                one = (deadline.clock() - begin) / max(1, len(rounds))
             continue
         failed.add(name)
     if {PLAIN, method} & failed:
         return None
 
+    affordable = deadline.left / (_FEWEST * (len(named) - len(failed)) * max(one, 1e-9))
+    new_tokens = round(min(NEW_TOKENS, max(_FEWEST_TOKENS, affordable)))
+
     count = 0
     for count, prompt in enumerate(prompts, start=1):
         for name in [name for name in named if name not in failed]:
             announce(f"measuring {name}, prompt {count}")
-            _, *rounds = _rounds(named[name], prompt)  # the first one is the prompt's
+            _, *rounds = _rounds(named[name], prompt, new_tokens)  # the first one is the prompt's
             tokens[name] += sum(len(round_.token_ids) for round_ in rounds)
             seconds[name] += sum(sum(round_.seconds.values()) for round_ in rounds)
         if count >= _FEWEST and deadline.left <= 0:
@@ -83,9 +99,9 @@ def verdict(
     return PartVerdict.of(speeds, method, device, prompts=count, tokens=tokens[method])
 
 
-def _rounds(contender: Contender, prompt: Sequence[int]) -> Iterator[Round]:
+def _rounds(contender: Contender, prompt: Sequence[int], new_tokens: int) -> Iterator[Round]:
     """Decodes from an empty cache, without what earlier runs have learned."""
     pair = contender.pair
     pair.forget()
-    sampling = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     return pair.rounds(prompt, contender.method, sampling)

@@ -242,9 +242,13 @@ class ExitLayers:
         Returns the logits [..., tokens that the head knows], and the head's input [..., width].
         """
         states = self.last_states(hidden)
+        return self.head_logits(states), states
+
+    def head_logits(self, states: Tensor) -> Tensor:
+        """Returns the logits [..., tokens of the LM head] for the head's input [..., width]."""
         if self._head is None:
-            return self._model.head_logits(states), states
-        return final_logits(self._architecture, self._head(states)), states
+            return self._model.head_logits(states)
+        return final_logits(self._architecture, self._head(states))
 
 
 class ExitRunner(ModelRunner):
