@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_model, near_copy
+from families import MIXTURES, make_model, near_copy
 from families import save as save_model
 from native_models import load, make, save, variant
 from static_checks import RecordedGraphs, random_model
@@ -26,8 +26,9 @@ from specgen.compare.verdict import judge
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.graphs import Captures
-from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.native_model import NativeModel, load_native
 
 # Grouped heads or not, windows, no rotations, norms of queries and keys, capped scores, both kinds
 # of norm, odd sizes.
@@ -191,6 +192,114 @@ def test_with_kernels_a_tree_gives_the_bits_of_its_chains(
         assert torch.equal(tree[[0, *(node + 1 for node in path)]], chain)
     finally:
         torch.set_num_threads(before)
+
+
+def native_of(
+    family: str, folder: Path, quantise: str | None = None, **changes: Any
+) -> NativeModel:
+    """A random model that is stored in bfloat16. `quantise`: its weights are rounded to this."""
+    save(make_model(family, **changes).to(torch.bfloat16), folder)
+    architecture = read_architecture(read_config(folder, "the model"))
+    return load_native(
+        folder,
+        "the model",
+        architecture,
+        torch.float32,
+        torch.device("cpu"),
+        exact=True,
+        quantise=quantise,
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantise", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "lfm2"])
+def test_with_kernels_a_prompt_has_the_same_bits_however_it_came_into_the_cache(
+    tmp_path: Path, family: str, quantise: str | None
+) -> None:
+    """Run at once, after a part of another text, or by turns: logits and last states of the prompt
+    and of a draft after it. Passes of many rows are computed in blocks of rows and of slots."""
+    native = native_of(family, tmp_path, quantise, max_position_embeddings=512)
+    ids = random_ids(309)
+    prompt, draft = ids[:301], ids[301:]
+    fresh = bits_after(ModelRunner(native), prompt, draft)
+    for cut in (1, 39, 64, 131, 239, 300):
+        of_another = ModelRunner(native)
+        of_another.logits(Context([*prompt[:cut], *ids[: 61 - cut % 7]]))
+        assert torch.equal(bits_after(of_another, prompt, draft), fresh), cut
+        by_turns = ModelRunner(native)
+        context = Context(prompt[:cut])
+        by_turns.logits(context, draft)
+        context.extend(prompt[cut : (cut + 301) // 2])
+        by_turns.logits(context)
+        assert torch.equal(bits_after(by_turns, prompt, draft), fresh), cut
+
+
+def bits_after(runner: ModelRunner, prompt: Sequence[int], draft: Sequence[int]) -> torch.Tensor:
+    """The logits and the last states of a prompt's last token and of a draft's tokens."""
+    output = runner.logits(Context(prompt), draft)
+    assert output.hidden_states is not None
+    return torch.cat((output.logits, output.hidden_states), 1).clone()
+
+
+EXPERTS_AND_CONVOLUTIONS = [*MIXTURES, "lfm2", "lfm2_moe"]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "quantise"),
+    [
+        pytest.param(
+            family,
+            quantise,
+            marks=() if quantise is None or family == "gemma4_text" else pytest.mark.slow,
+        )
+        for family in EXPERTS_AND_CONVOLUTIONS
+        for quantise in (None, "int8")
+    ],
+)
+def test_with_kernels_experts_and_convolutions_do_not_depend_on_the_pass(
+    tmp_path: Path, family: str, quantise: str | None
+) -> None:
+    """In chains and in a tree."""
+    native = native_of(family, tmp_path, quantise)
+    ids = random_ids(70)
+    one_by_one = run(native, ids, [1])
+    for sizes in ([2], [3], [5, 1], [17], [67]):
+        assert torch.equal(run(native, ids, sizes), one_by_one), sizes
+    context = Context(ids[:30])
+    drafted = ids[30:39]
+    path = [1, 3, 5, 8]
+    runner = ModelRunner(native)
+    tree = runner.logits(context, drafted, TREE).logits.clone()
+    runner.clear_cache()
+    chain = runner.logits(context, [drafted[node] for node in path]).logits
+    assert torch.equal(tree[[0, *(node + 1 for node in path)]], chain)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2_moe"])
+def test_with_kernels_exact_runs_experts_and_convolutions(tmp_path: Path, family: str) -> None:
+    folder = save_model(make_model(family, tie_word_embeddings=False), tmp_path)
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    with specgen.load(folder, device="cpu", exact=True) as pair:
+        assert pair.target.is_exact(in_trees=True)
+        expected = pair.generate([5, 9, 7, 5, 9], "ar", sampling).token_ids
+        for name in ("lookup", "suffix"):
+            found = pair.generate([5, 9, 7, 5, 9], name, sampling, k=4).token_ids
+            assert found == expected, name
+    for dtype in ("bfloat16", "float32"):
+        with pytest.MonkeyPatch.context() as patch:
+            if dtype == "float32":
+                patch.setattr("specgen.pair.loading.kernels_for", lambda *_: None)
+            with pytest.raises(SpecgenError, match="--exact: without kernels in C, the bits of"):
+                specgen.load(folder, device="cpu", dtype=dtype, exact=True)
+
+
+def test_exact_is_refused_for_states_of_the_delta_rule(tmp_path: Path) -> None:
+    folder = save_model(make_model("qwen3_5_text"), tmp_path)
+    with pytest.raises(SpecgenError, match="whose layers keep states, depend on the passes"):
+        specgen.load(folder, device="cpu", exact=True)
 
 
 @needs_kernels

@@ -265,18 +265,32 @@ def describe(folder: Path, source: ModelSource, *, on_mps: bool = False) -> Mode
 
 
 def _check_exact(architecture: Architecture, name: str) -> None:
-    """Raises SpecgenError for an architecture whose bits depend on how tokens are run."""
-    if architecture.recurrent is not None:
+    """Raises SpecgenError for an architecture whose bits depend on how tokens are run, with our own
+    kernels too: a state is the sum of what the tokens of several passes added to it."""
+    if any(layer.mixer == "delta" for layer in architecture.layers):
         raise SpecgenError(
-            f"--exact: the bits of {name}, with recurrent layers, depend on the passes",
+            f"--exact: the bits of {name}, whose layers keep states, depend on the passes",
             "Leave it out",
         )
+
+
+def check_exact_passes(model: ModelFiles, *, has_kernels: bool) -> None:
+    """Raises SpecgenError for a model that `--exact` needs our own kernels for, unless they run
+    it: torch's products of experts and its short convolutions depend on the tokens of a pass."""
+    architecture = model.architecture
+    if not model.source.exact or has_kernels or architecture is None:
+        return
+    of = None
     if architecture.mixture is not None:
-        problem = (
-            f"--exact: bits of a mixture of experts such as {name} depend "
-            "on the tokens that are run together"
+        of = "a mixture of experts"
+    elif architecture.recurrent is not None:
+        of = "short convolutions"
+    if of is not None:
+        raise SpecgenError(
+            f"--exact: without kernels in C, the bits of {of}, as in {model.name}, depend on the "
+            "tokens of a pass",
+            "Leave it out, or run it in float32 or int8 on an x86-64 CPU with a C compiler",
         )
-        raise SpecgenError(problem, "Leave it out")
 
 
 def _quantisation(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:

@@ -21,8 +21,15 @@ from specgen.engine.devices import pick_device, pick_draft_device
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.hub import head_folder
 from specgen.engine.kernels import library
+from specgen.engine.kernels.operators import kernels_for
 from specgen.engine.loaded_model import load_model, translation_between
-from specgen.engine.model_files import ModelSource, describe, find_model, folder_of
+from specgen.engine.model_files import (
+    ModelSource,
+    check_exact_passes,
+    describe,
+    find_model,
+    folder_of,
+)
 from specgen.engine.native.config_reading import read_config
 from specgen.engine.precision import check_room, choose_draft_precision, choose_precisions
 from specgen.engine.spread.placement import place
@@ -241,6 +248,10 @@ def _load(
             )
         devices = placement.device, placement.draft_device or devices[1]
         precisions = choose_precisions(models, devices, options)
+
+    is_alone = machine.launch() is None
+    has_kernels = is_alone and kernels_for(devices[0], precisions[0].dtype) is not None
+    check_exact_passes(target, has_kernels=has_kernels)
 
     draft = None
     if drafts:

@@ -1228,9 +1228,10 @@ INLINE vec activated(vec x, long kind)
     if (kind == SILU) return v_div(x, v_add(v_all(1.0f), v_exp(v_sub(v_zero(), x))));
     if (kind == RELU) return v_max(x, v_zero());
     if (kind == GELU_TANH) {
+        /* (1 + tanh(a)) / 2 = 1 / (1 + e^-2a), which is right for negative a too */
         vec inner = v_fma(v_mul(v_mul(x, x), x), v_all(0.044715f), x);
-        vec share = v_tanh(v_mul(inner, v_all(0.79788456080286536f)));
-        return v_mul(v_mul(x, v_all(0.5f)), v_add(v_all(1.0f), share));
+        vec power = v_exp(v_mul(inner, v_all(-1.5957691216057308f)));
+        return v_div(x, v_add(v_all(1.0f), power));
     }
     return v_mul(x, v_normal(x));
 }

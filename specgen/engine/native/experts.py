@@ -289,7 +289,7 @@ def route(
     if mixture.scores == "logits":
         scores = logits
     elif mixture.scores == "sigmoid":
-        scores = logits.sigmoid()
+        scores = _sigmoid(logits)
     else:
         scores = logits.softmax(-1)
     choice = scores if choice_bias is None else scores + choice_bias
@@ -494,13 +494,19 @@ class Experts:
                 for output, norm in zip((shared, mixed), self._post_norms, strict=True)
             )
         if self._shared_gate is not None:
-            shared *= self._shared_gate(x).sigmoid_().to(x.dtype)
+            shared *= _sigmoid(self._shared_gate(x)).to(x.dtype)
         return mixed.add_(shared)
 
     def _normed(self, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None:
             return self._kernels.rms_norm(x, norm, self._eps)
         return functional.rms_norm(x, norm.shape, norm, self._eps)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Returns sigmoid(x); in float64 with bits that do not depend on where in `x` a number stands,
+    unlike torch's, which computes the last few numbers of a tensor by another function."""
+    return 1 / (1 + (-x).exp()) if x.dtype == torch.float64 else x.sigmoid()
 
 
 def _times(x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:

@@ -101,7 +101,9 @@ class NativeLayer:
         self.mlp: Branch = _MLPS[architecture.layers[index].mlp](
             architecture, weights.mlp, make_linear
         )
-        self._activation = ACTIVATIONS[architecture.activation]
+        self._kernels = make_linear.kernels
+        self._activation = architecture.activation
+        self._function = ACTIVATIONS[architecture.activation]
         self._own_linears = [make_linear(weight, None, 1.0) for weight in weights.per_layer[:2]]
         self._own_norm = weights.per_layer[2] if weights.per_layer else None
 
@@ -142,19 +144,22 @@ class NativeLayer:
             hidden = self._added(hidden, normed, self.mlp, inputs, self._norms[1].after)
         if (norm := self._own_norm) is not None and inputs.per_layer is not None:
             gate, projection = self._own_linears
-            gated = self._activation(gate(hidden)) * move(
-                inputs.per_layer[:, self._index], hidden.device
-            )
+            own = move(inputs.per_layer[:, self._index], hidden.device)
+            gated = self._gated(gate(hidden), own)
             hidden = hidden.add_(rms_norm(self._eps, norm, projection(gated)))
         return hidden if self._scalar == 1.0 else hidden.mul_(self._scalar)
+
+    def _gated(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Returns activation(gates) * values."""
+        if self._kernels is None:
+            return self._function(gates) * values
+        return self._kernels.gated(torch.cat((gates, values), 1), self._activation)
 
     @property
     def on_torch(self) -> tuple[str, ...]:
         """What torch computes in the layer where our own kernels compute the rest, as plain
         names."""
         names = [*self.mixer.on_torch, *self.mlp.on_torch]
-        if self._own_norm is not None:
-            names.append("gates of the layers' own embeddings")
         if self._scalar != 1.0:
             names.append("factors of layers")
         return tuple(names)

@@ -48,7 +48,7 @@ from specgen.engine.native.layer_files import (
 )
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
-from specgen.engine.native.norms import norm_function, norm_gain
+from specgen.engine.native.norms import norm_function, norm_gain, rms_norm
 from specgen.engine.native.recurrent_states import RecurrentStates
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.weights import WeightFiles, model_files
@@ -85,7 +85,7 @@ class OwnEmbeddings:
             .view(-1, *self._shape)
         )
         mixed = self._projection(move(embeddings, device)).view(-1, *self._shape)
-        mixed = torch.nn.functional.rms_norm(mixed, self._norm.shape, self._norm, self._eps)
+        mixed = rms_norm(self._eps, self._norm, mixed)
         return mixed.add_(own, alpha=(self._shape[1] / 2) ** 0.5)
 
 
