@@ -265,7 +265,8 @@ class GlideObjective(LayerObjective):
         attention_mask = AttentionMask(~visible, batch.positions, batch.positions)
         mask = attention_mask.additive(None, self.dtype)[:, None]
         assert states.keys_values is not None
-        cross = CrossInputs(*states.keys_values, self._rotation(batch), mask, batch=len(batch.ids))
+        keys, values = (each.float() for each in states.keys_values)
+        cross = CrossInputs(keys, values, self._rotation(batch), mask, batch=len(batch.ids))
         layers = GlideLayers(
             GlideWeights(self.config, self.parameters), self.model, torch.float32, trained_linear
         )

@@ -6,9 +6,10 @@ on the bundled text.
     python tests/recipe/train_pair.py draft OUT           # 5 minutes
 
 The bundled models saw the same kind of text without end; this program repeats the bundled text. The
-exit layer and the heads were trained by the commands in `exit.yaml` and `head.yaml`. The exit
-layer's predictor was trained again, on text that is new to the exit layer: with `specgen tune
---train --exit-layer specgen/demo/exit --prompts FILE --seed 1 --device cpu --dtype float32`.
+exit layer and the heads were trained by the commands in `exit.yaml` and `head.yaml`;
+`train_parts.py` trains others and compares them. The exit layer's predictor was trained again, on
+text that is new to the exit layer: with `specgen tune --train --exit-layer specgen/demo/exit
+--prompts FILE --seed 1 --device cpu --dtype float32`.
 """
 
 from __future__ import annotations

@@ -144,6 +144,8 @@ def attend_batch(
         rows = query.transpose(1, 2)
     if score_cap is None and sinks is None:
         keys, values = _of_all_heads(keys, values, group)
+        if mask.is_floating_point():  # a part may be trained in float32 for a target in bfloat16
+            mask = mask.to(rows.dtype)
         mixed = scaled_dot_product_attention(
             rows, keys, values, mask, scale=1.0, enable_gqa=keys.shape[1] < rows.shape[1]
         )
