@@ -346,6 +346,19 @@ def test_a_head_of_eagle_with_a_reduced_vocabulary_drafts_what_is_trained(
         open_part(folder, head.target, is_exit=False).load()
 
 
+def test_a_resumed_training_with_more_text_keeps_the_heads_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "LARGEST_VOCABULARY", 8)
+    folder = saved("llama", tmp_path)
+    texts = [Text([1, 5, 5, 9, 9, 9, 60], 1, True, Use.TRAIN)]
+    first = started("eagle", folder, texts=texts)
+    texts.append(Text([1, *range(20, 30)], 1, True, Use.TRAIN))
+    again = started("eagle", folder, texts=texts)
+    assert again.ids is not None
+    assert again.ids.tolist() == first.ids.tolist() == [0, 1, 2, 3, 4, 5, 9, 60]  # type: ignore[union-attr]
+
+
 def test_held_out_agreement_is_that_of_each_token_after_right_ones() -> None:
     """Two greedy drafts and a sampled one of three depths; -1 where nothing is predicted. Other
     uses do not count."""

@@ -10,11 +10,13 @@ arXiv:2502.14856): with a large vocabulary, most of a step's time would be spent
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import islice
 from random import Random
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
+from specgen.base.files import write_whole
 from specgen.engine.devices import free_memory
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.layer_files import EXIT_HEAD
@@ -187,7 +190,7 @@ class StatesObjective(Objective):
         share = int(self.head_share * self.vocabulary)
         known = min(LARGEST_VOCABULARY, max(_LEAST_VOCABULARY, share))
         if self.reduces_head and self.vocabulary > known:
-            self.ids = self._frequent(texts, known).to(self.device)
+            self.ids = self._vocabulary(texts, known).to(self.device)
         made = self.initial_weights(texts, torch.Generator().manual_seed(self.task.recipe.seed))
         return self.begin(made, texts, self.trained_uses)
 
@@ -244,6 +247,17 @@ class StatesObjective(Objective):
         labels = [most_probable(self.target_logits(piece)) for piece in pieces]
         ids, log_probs = (torch.cat(parts) for parts in zip(*labels, strict=True))
         return ids, log_probs
+
+    def _vocabulary(self, texts: Sequence[Text], number: int) -> Tensor:
+        """Returns `_frequent`, which is stored with the unfinished work: a resumed training may
+        have more text, but its LM head has rows of the same tokens."""
+        path = self.task.folder / "vocabulary.json"
+        if path.is_file():
+            with suppress(OSError, ValueError):
+                return torch.tensor(json.loads(path.read_text(encoding="utf-8")))
+        ids = self._frequent(texts, number)
+        write_whole(path, json.dumps(ids.tolist()))
+        return ids
 
     def _frequent(self, texts: Sequence[Text], number: int) -> Tensor:
         """Returns the ids, ascending, of the `number` tokens that occur most often in generated
