@@ -50,6 +50,7 @@ from specgen.train import texts as training_texts
 from specgen.train.corpus import CYCLE, NOT_HELD_OUT, Corpus, Use, chat_prompts, read_corpus
 from specgen.train.exits import PredictorObjective, judged_tokens, measure, train_predictor
 from specgen.train.loop import IGNORED, RANKS, Training, TrainingBatches, held_out_agreement, train
+from specgen.train.speed import Speed
 from specgen.train.task import Recipe, TrainingStopped
 from specgen.train.texts import (
     PredictedText,
@@ -591,6 +592,125 @@ def test_text_is_generated_while_it_is_what_limits(
         assert sum(asked) < 0.55 * 95
     else:
         assert not asked
+
+
+@pytest.mark.parametrize(("losses", "kept"), [((9.0, 3.0, 4.0), 3), ((2.0, 3.0, 4.0), 0)])
+def test_the_weights_that_predict_held_out_text_best_are_kept(
+    folder: Path,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    losses: tuple[float, ...],
+    kept: int,
+) -> None:
+    """Those before the first step among them, and after an interruption too."""
+
+    class Counting(Training):
+        def advance(self) -> float:
+            self.step += 1
+            for weight in self.trained.values():
+                weight.data.fill_(self.step)
+            return 1.0
+
+    target = opened(folder)
+    left = list(losses)
+    for stop_after in (4, 0):
+        recorder = Recorder("Training", stop_after)
+        task = task_of(tmp_path, TINY, recorder, corpus=corpus_of(corpus, target))
+        made = objective("medusa", task, target)
+        monkeypatch.setattr(made, "progress", lambda _: (left.pop(0), [0.5]))
+        batches = made.start([])
+        for weight in made.parameters.values():
+            weight.data.fill_(0)
+        training = Counting(made, batches)
+        if stop_after:
+            with pytest.raises(TrainingStopped):
+                training.run()
+        else:
+            training.run()
+    assert not left
+    assert {float(weight.detach().unique()) for weight in training.trained.values()} == {kept}
+    assert f"the weights of step {kept} predict held-out text best: they are kept" in (
+        recorder.messages
+    )
+
+
+def test_where_time_is_short_there_are_fewer_texts_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the speed of the first passes: as many as can have answers of some length. Half of them
+    are not fewer where they take as long. All uses are among the first ones."""
+    target = opened(folder)
+    prompts = Corpus([[5 + number] * 10 for number in range(40)])
+    for speed, number in (
+        (Speed(0.01, 0.0, 0.001), 32),  # in 10 seconds, 243 tokens of each of 32 answers
+        (Speed(0.05, 0.001, 0.005), 8),
+        (Speed(1.0, 0.1, 0.9), 2),
+        (Speed(1.0, 0.0, 0.0), 32),
+    ):
+        monkeypatch.setattr(training_texts, "measured_speed", lambda *_, speed=speed: speed)
+        recipe = replace(TINY, steps=None, seconds=100.0, window=200)
+        generation = TextGeneration(target, task_of(tmp_path, recipe, prompts=prompts), tuple(Use))
+        generation._max_tokens = 200
+        generation._choose_number(10.0)
+        assert generation._at_once == number
+        _, chosen = generation._next_prompts(0, True)
+        assert len(chosen) == number
+        if number > 2:
+            assert {use for _, use in chosen} == set(Use)
+
+
+def test_of_much_text_as_much_is_read_as_there_is_time_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a simulated clock on which a pass over a text takes a second."""
+    target = opened(folder)
+    now = 0.0
+    texts = written(
+        target, [[5, 9, token] for token in range(3, 43)], 12, greedy=True, part=Use.TRAIN
+    )
+    for kind, seconds, count in (("eagle", 50.0, 16), ("eagle", 1000.0, 40), ("eagle", 1.0, 8)):
+        recipe = replace(TINY, steps=None, seconds=seconds)
+        corpus = Corpus([[5 + number] * 6 for number in range(24)])
+        made = objective(kind, task_of(tmp_path, recipe, corpus=corpus), target)
+        made.task.began = now
+        of_text = made._of_text
+
+        def timed(text: Text, of_text: Any = of_text) -> Any:
+            nonlocal now
+            now += 1.0
+            return of_text(text)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("time.monotonic", lambda: now)
+            patched.setattr(made, "_of_text", timed)
+            assert len(made.affordable(texts)) == count
+
+
+def test_a_draft_learns_answers_alone(
+    folder: Path, other: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """And is measured by position in a draft on held-out answers."""
+    target = opened(folder)
+    checked = opened(folder)
+    texts = written(target, [[5, 9, 7, 4], [8, 3, 3, 6]], 20, greedy=True, part=Use.TRAIN)
+    held_out = texts[1]._replace(use=Use.HELD_OUT)
+    prompts = Corpus([[5, 9, 7, 4]])
+    task = task_of(tmp_path, replace(TINY, batch=1), prompts=prompts)
+    made = objective("sd", task, target, opened_draft(other))
+    labels = made.start([texts[0], held_out]).batch(0).labels[0][: len(texts[0].ids)].tolist()
+    assert labels[: len(texts[0].ids) - 1] == [IGNORED] * 3 + texts[0].ids[4:]
+
+    loss, shares = made.progress([])
+    ids = torch.tensor(held_out.ids)
+    own = made.next_logits(ids)[3:-1]
+    of_target = checked.model.reference_logits(held_out.ids)[3:-1].log_softmax(-1)
+    is_right = own.argmax(-1) == of_target.argmax(-1)
+    assert shares[0] == pytest.approx(float(is_right.float().mean()))
+    divergences = (of_target.exp() * (of_target - own.log_softmax(-1))).sum(-1)
+    assert loss == pytest.approx(float(divergences.mean()), rel=0.02)
+    entropy = -(of_target.exp() * of_target).sum(-1).mean()
+    assert made.measured([])["cross_entropy"] == pytest.approx(loss + float(entropy), rel=0.1)
 
 
 def started(kind: str, folder: Path, corpus: Path, out: Path, recipe: Recipe = TINY) -> Training:

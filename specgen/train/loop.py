@@ -301,7 +301,7 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
     task = objective.task
     task.begin(objective.target, objective.settings)
     generation = TextGeneration(objective.target, task, objective.uses)
-    texts = objective.affordable(generation.run())
+    texts = list(objective.affordable(generation.run()))  # later ones are learned alone
     figures = dict[str, Any]()
     batches = objective.start(texts)
     if batches is not None:

@@ -20,6 +20,7 @@ _WARM_UP_TOKENS = 8
 _FEWEST = 2  # prompts that are run even if the time is short,
 _FEWEST_TOKENS = 16  # with so many new tokens
 _CONTENDERS = 5
+_PROMPTS_FACTOR = 1.5  # of the tokens' seconds, with the passes over prompts
 
 
 class Contender(NamedTuple):
@@ -48,7 +49,8 @@ def contenders(pair: Pair, method: str, before: Pair | None = None) -> dict[str,
 def trial_seconds(one: float) -> float:
     """Estimates the least time that a verdict takes, where a token of plain decoding takes `one`
     seconds."""
-    return _CONTENDERS * (_WARM_UP_TOKENS + _FEWEST * _FEWEST_TOKENS) * one
+    tokens = _WARM_UP_TOKENS + _FEWEST * _FEWEST_TOKENS
+    return _PROMPTS_FACTOR * _CONTENDERS * tokens * one
 
 
 def verdict(
