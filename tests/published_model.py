@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# a draft model's own tensors, made by `recipe/train_published_draft.py`
+# how a draft model's tensors differ from the model's, made by `recipe/train_published_draft.py`
 DRAFT_FILE = Path(__file__).parent / "data" / "smollm2-draft.safetensors"
 # kept for the next run of the tests: it takes seconds to make
 _FOLDERS = Path(gettempdir()) / "specgen-published-model-1"
@@ -53,8 +53,8 @@ def target_folder() -> Path:
 
 @cache
 def draft_folder() -> Path:
-    """Returns a folder with a small draft for the model: the layers in `DRAFT_FILE`, and the
-    model's own embedding, LM head and tokenizer."""
+    """Returns a folder with a draft for the model: half of its layers, to which the differences in
+    `DRAFT_FILE` are added, and its own embedding, LM head and tokenizer."""
     digest = sha256(DRAFT_FILE.read_bytes()).hexdigest()
     return _made(f"draft-{digest[:12]}", _write_draft)
 
@@ -102,31 +102,38 @@ def _without_origin(config: dict[str, object]) -> dict[str, object]:
 
 
 def _write_draft(folder: Path) -> None:
+    from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()
     for path in target_folder().iterdir():
         if path.name not in {"config.json", "model.safetensors"}:
             shutil.copy(path, folder)
-    tensors = _full_precision(load_file(DRAFT_FILE))
-    layers = sum(name.endswith(".input_layernorm.weight") for name in tensors)
+    with safe_open(DRAFT_FILE, "pt") as stored:
+        layers: list[int] = json.loads(stored.metadata()["layers"])
+        learned = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     config = json.loads((target_folder() / "config.json").read_text())
-    config |= {"num_hidden_layers": layers}
+    config |= {"num_hidden_layers": len(layers)}
     (folder / "config.json").write_text(json.dumps(config))
-    embedding = "model.embed_tokens.weight"
-    tensors[embedding] = load_file(target_folder() / "model.safetensors")[embedding]
+
+    tensors = {}
+    for name, tensor in load_file(target_folder() / "model.safetensors").items():
+        group, _, rest = name.removeprefix("model.layers.").partition(".")
+        if not name.startswith("model.layers."):
+            tensors[name] = learned.get(name, tensor)
+        elif int(group) in layers:
+            own_name = f"model.layers.{layers.index(int(group))}.{rest}"
+            tensors[own_name] = learned.get(own_name, _changed(tensor, own_name, learned))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def _full_precision(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors in bfloat16. Stored are matrices as whole numbers of 8 bits, with a scale
-    for each row, and norms as they are."""
-    import torch
-
-    return {
-        name: (tensor * stored[f"{name}.scales"] if tensor.dtype == torch.int8 else tensor).to(
-            torch.bfloat16
-        )
-        for name, tensor in stored.items()
-        if not name.endswith(".scales")
-    }
+def _changed(matrix: Tensor, name: str, learned: dict[str, Tensor]) -> Tensor:
+    """Returns the draft's matrix `name`, bfloat16: the target's `matrix` and what was learned, two
+    factors as whole numbers with a scale for each row."""
+    stem = name.removesuffix(".weight")
+    if f"{stem}.ups" not in learned:
+        return matrix
+    ups, downs = (
+        learned[factor] * learned[f"{factor}.scales"] for factor in (f"{stem}.ups", f"{stem}.downs")
+    )
+    return (matrix.float() + ups.T @ downs).bfloat16()

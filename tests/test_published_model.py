@@ -37,10 +37,10 @@ QUESTION: list[Message] = [{"role": "user", "content": "What is the capital of F
 COPYING: list[Message] = [
     {"role": "user", "content": "Repeat this twice: the quick brown fox jumps over the lazy dog."}
 ]
-# of the draft, on a few prompts: it was 0.20
+# of the draft, on a few prompts: it was 0.31
 ACCEPTANCE_PROMPTS = 6
 ACCEPTANCE_TOKENS = 40
-LEAST_ACCEPTANCE = 0.16
+LEAST_ACCEPTANCE = 0.27
 EXIT_DEPTH = 3  # the layer after which the untrained exit drafts
 HEADS = {"medusa": "medusa-v2", "eagle": "eagle1", "glide": "glide", "block": "block-zlab"}
 # the model has no layers of its own for it, see `test_mtp.py` for models that have
@@ -154,9 +154,10 @@ def test_lossy_methods_run(name: str) -> None:
 
 
 def test_a_trace_of_rejections() -> None:
-    """The draft of four layers is often rejected, so many of the committed tokens are the
+    """The draft of fifteen layers is often rejected, so many of the committed tokens are the
     target's."""
-    result = pair_with("layers").generate(prompt_of(COPYING), "sd", max_new_tokens=COUNT)
+    story = [{"role": "user", "content": held_out_prompts()[1]}]
+    result = pair_with("layers").generate(prompt_of(story), "sd", max_new_tokens=COUNT)
     assert result.summary["drafted"] > result.summary["accepted"]
 
 

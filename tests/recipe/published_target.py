@@ -29,32 +29,25 @@ THETA = 1e5
 END = 2  # <|im_end|>
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
-NORM_1, NORM_2 = "input_layernorm", "post_attention_layernorm"
-TENSORS = (NORM_1, *QKV, OUT, NORM_2, GATE, UP, DOWN)
-
-Layer = dict[str, Tensor]  # the tensors of a layer, by `TENSORS`
+MATRICES = (*QKV, OUT, GATE, UP, DOWN)
+NORM_1, NORM_2 = NORMS = "input_layernorm", "post_attention_layernorm"
 
 
-class Target:
-    """The model's tensors: `embedding` [vocabulary, width], which is also the LM head, `norm`
-    [width] and `layers`."""
-
-    def __init__(self) -> None:
-        weights = load_file(target_folder() / "model.safetensors")
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.norm = weights["model.norm.weight"].float()
-        self.layers: list[Layer] = [
-            {name: weights[f"model.layers.{index}.{name}.weight"] for name in TENSORS}
-            for index in range(LAYERS)
-        ]
-
-
+@torch.compile(dynamic=True)
 def normed(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(hidden, (WIDTH,), weight.to(hidden.dtype), EPS).bfloat16()
 
 
-def linear(inputs: Tensor, layer: Layer, name: str) -> Tensor:
-    return F.linear(inputs, layer[name].bfloat16())
+@torch.compile(dynamic=True)
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@torch.compile(dynamic=True)
+def rotated(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """`heads` [..., head size], turned by angles whose cosines and sines broadcast with them."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 def rotation_angles(length: int) -> tuple[Tensor, Tensor]:
@@ -68,43 +61,62 @@ def rotation_angles(length: int) -> tuple[Tensor, Tensor]:
 _COSINES, _SINES = rotation_angles(CONTEXT)
 
 
-def rotated(heads: Tensor, positions: Tensor) -> Tensor:
-    """`heads` [..., head size] at `positions`, whose shape broadcasts with the dimensions before
-    the last."""
-    first, second = heads.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return heads * _COSINES[positions] + turned * _SINES[positions]
+class Layer:
+    """A decoder layer. `matrices` [outputs, inputs] are bfloat16, `norms` float32."""
+
+    def __init__(self, matrices: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
+        self.matrices = matrices
+        self.norms = norms
+
+    def linear(self, inputs: Tensor, name: str) -> Tensor:
+        return F.linear(inputs, self.matrices[name])
+
+    def split_heads(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> list[Tensor]:
+        """Returns queries, keys and values [texts, heads, tokens, head size] of `hidden`
+        [texts, tokens, width]."""
+        inputs = normed(hidden, self.norms[NORM_1])
+        texts, tokens, _ = inputs.shape
+        query, key, value = (
+            self.linear(inputs, name).view(texts, tokens, -1, HEAD_SIZE).transpose(1, 2)
+            for name in QKV
+        )
+        return [rotated(query, cosines, sines), rotated(key, cosines, sines), value]
+
+    def attended(self, hidden: Tensor) -> Tensor:
+        """Returns `hidden` [texts, tokens, width] of whole texts after the attention."""
+        length = hidden.shape[1]
+        query, key, value = self.split_heads(hidden, _COSINES[:length], _SINES[:length])
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return hidden + self.linear(mixed.transpose(1, 2).flatten(2), OUT)
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """Returns what enters the down projection [texts, tokens, MLP width]."""
+        inputs = normed(hidden, self.norms[NORM_2])
+        return gated(self.linear(inputs, GATE), self.linear(inputs, UP))
+
+    def run(self, hidden: Tensor) -> Tensor:
+        hidden = self.attended(hidden)
+        return hidden + self.linear(self.inner(hidden), DOWN)
 
 
-def split_heads(inputs: Tensor, layer: Layer, positions: Tensor) -> list[Tensor]:
-    """Returns queries, keys and values [batch, heads, tokens, head size] of normed `inputs`
-    [batch, tokens, width]."""
-    batch, tokens, _ = inputs.shape
-    query, key, value = (
-        linear(inputs, layer, name).view(batch, tokens, -1, HEAD_SIZE).transpose(1, 2)
-        for name in QKV
-    )
-    return [rotated(query, positions), rotated(key, positions), value]
+class Target:
+    """The model's tensors: `embedding` [vocabulary, width], which is also the LM head, `norm`
+    [width] and `layers`."""
 
+    def __init__(self) -> None:
+        weights = load_file(target_folder() / "model.safetensors")
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.norm = weights["model.norm.weight"].float()
+        self.layers = [
+            Layer(
+                {name: weights[f"model.layers.{index}.{name}.weight"] for name in MATRICES},
+                {name: weights[f"model.layers.{index}.{name}.weight"].float() for name in NORMS},
+            )
+            for index in range(LAYERS)
+        ]
 
-def attention(layer: Layer, hidden: Tensor) -> Tensor:
-    """Returns what enters the output projection [batch, tokens, width], for whole texts `hidden`
-    [batch, tokens, width]."""
-    positions = torch.arange(hidden.shape[1])
-    query, key, value = split_heads(normed(hidden, layer[NORM_1]), layer, positions)
-    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def mlp(layer: Layer, hidden: Tensor) -> Tensor:
-    """Returns what enters the down projection [batch, tokens, MLP width]."""
-    inputs = normed(hidden, layer[NORM_2])
-    return F.silu(linear(inputs, layer, GATE)) * linear(inputs, layer, UP)
-
-
-def run_layer(layer: Layer, hidden: Tensor) -> Tensor:
-    hidden = hidden + linear(attention(layer, hidden), layer, OUT).float()
-    return hidden + linear(mlp(layer, hidden), layer, DOWN).float()
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.embedding[ids].float()
 
 
 class CachedTarget:
@@ -122,10 +134,10 @@ class CachedTarget:
         at = torch.tensor(positions)
         length = max(positions) + 1
         visible = (torch.arange(length) <= at[:, None])[:, None, None]
-        hidden = self._target.embedding[torch.tensor(ids)][:, None].float()
+        cosines, sines = (angles[at][:, None, None] for angles in (_COSINES, _SINES))
+        hidden = self._target.embedded(torch.tensor(ids)[:, None])
         for layer, keys, values in zip(self._target.layers, self.keys, self.values, strict=True):
-            inputs = normed(hidden, layer[NORM_1])
-            query, key, value = split_heads(inputs, layer, at[:, None, None])
+            query, key, value = layer.split_heads(hidden, cosines, sines)
             keys[self._texts, :, at] = key[:, :, 0]
             values[self._texts, :, at] = value[:, :, 0]
             # the queries that share a key and value head are the rows of one product
@@ -135,8 +147,8 @@ class CachedTarget:
                 values[:, :, :length],
                 attn_mask=visible,
             )
-            hidden = hidden + linear(mixed.reshape(-1, 1, WIDTH), layer, OUT).float()
-            hidden = hidden + linear(mlp(layer, hidden), layer, DOWN).float()
+            hidden = hidden + layer.linear(mixed.reshape(-1, 1, WIDTH), OUT)
+            hidden = hidden + layer.linear(layer.inner(hidden), DOWN)
         return normed(hidden[:, 0], self._target.norm)
 
     def fork(self, length: int, slot: int, prefix: tuple[Tensor, Tensor]) -> None:
