@@ -40,7 +40,7 @@ import specgen
 from specgen import demo
 from specgen.base.types import Context, SamplingParams
 from specgen.engine import cached_prefix
-from specgen.engine.kernels.branches import Program
+from specgen.engine.kernels.branches import PassProgram, Program
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model import of_transformers
@@ -51,7 +51,7 @@ from specgen.engine.native.config_reading import _defaults, read_architecture
 from specgen.engine.native.families import FAMILIES
 from specgen.engine.native.layer_stack import LayerStack
 from specgen.engine.native.linear import DenseLinear
-from specgen.engine.native.native_model import NativeModel
+from specgen.engine.native.native_model import NativeForward, NativeModel
 from specgen.engine.native.rotary import RotaryTable
 from specgen.engine.weights import renamed
 
@@ -517,14 +517,28 @@ def test_layers_in_one_call_compute_the_bits_of_their_parts(
 
     programs: list[int] = []
     run = Kernels.run
+    run_pass = Kernels.run_pass
 
     def counted(own: Kernels, program: Program, *arguments: Any) -> None:
         programs.append(program.count)
         run(own, program, *arguments)
 
+    def counted_pass(own: Kernels, program: PassProgram, *arguments: Any) -> Any:
+        programs.append(len(program.segments))
+        return run_pass(own, program, *arguments)
+
     monkeypatch.setattr(Kernels, "run", counted)
+    monkeypatch.setattr(Kernels, "run_pass", counted_pass)
+    is_dense = family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2")
+    at_once = logits()
+    if is_dense:
+        assert programs == [1] * len(drafts)
+    monkeypatch.setattr(NativeForward, "_short_pass", lambda forward: None)
+    programs.clear()
     together = logits()
-    if family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2"):
+    for whole, layers in zip(at_once, together, strict=True):
+        assert torch.equal(whole, layers)
+    if is_dense:
         assert programs == [2 * native.shape.num_layers] * len(drafts)
     monkeypatch.setattr(
         LayerStack,

@@ -146,13 +146,15 @@ def interrupted_layer(pair: Pair, index: int) -> Iterator[None]:
         yield
         handle.remove()
     else:
-        stack = pair.models._target_runner._forward._stack  # type: ignore[attr-defined]
-        kept = stack._short, stack._layers
+        forward = pair.models._target_runner._forward
+        stack = forward._stack  # type: ignore[attr-defined]
+        kept = stack._short, stack._layers, forward._program  # type: ignore[attr-defined]
         # the layers are called one by one
+        forward._program = None  # type: ignore[attr-defined]
         stack._short = [piece._replace(program=None) for piece in stack._long]
         stack._layers = [*kept[1][:index], interrupt, *kept[1][index + 1 :]]
         yield
-        stack._short, stack._layers = kept
+        stack._short, stack._layers, forward._program = kept  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

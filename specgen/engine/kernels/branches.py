@@ -1,5 +1,5 @@
 """Branches of layers (attention or an MLP, with the norms around them) as the kernels run them:
-many in one call.
+many in one call, or all of a pass.
 
 The structures are those of `kernels.c`. Each class keeps the tensors whose addresses C has.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specgen.engine.kernels.packing import PackedWeight
+from specgen.engine.kernels.packing import FLOAT_KINDS, PackedWeight
 
 MOST_RUNS = 4
 _POINTER = ctypes.c_void_p
@@ -74,6 +74,48 @@ class _Place(ctypes.Structure):
         ("values", _POINTER),
         ("kv_heads", _LONG),
         ("head_stride", _LONG),
+    ]
+
+
+class _Join(ctypes.Structure):
+    _fields_ = [("map", _Linear), ("eps", _FLOAT)]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [
+        ("branches", _POINTER),
+        ("count", _LONG),
+        ("kinds", _POINTER),
+        ("first_row", _LONG),
+        ("places", _POINTER),
+        ("first_layer", _LONG),
+        ("tap", _POINTER),
+        ("tap_stride", _LONG),
+        ("join", _POINTER),
+        ("before", _POINTER),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("table", _POINTER),
+        ("table_kind", _LONG),
+        ("table_scale", _FLOAT),
+        ("ids", _POINTER),
+        ("input", _POINTER),
+        ("segments", _POINTER),
+        ("count", _LONG),
+        ("rows", _LONG),
+        ("width", _LONG),
+        ("slot", _LONG),
+        ("numbers", _LONG),
+        ("is_normed", _LONG),
+        ("norm", _POINTER),
+        ("eps", _FLOAT),
+        ("head", _Linear),
+        ("kept", _LONG),
+        ("states", _POINTER),
+        ("logits", _POINTER),
     ]
 
 
@@ -220,15 +262,105 @@ class Places:
         self.address = ctypes.addressof(self._data)
 
 
-def kind_addresses(kinds: Sequence[Any]) -> ctypes.Array[KindAddresses]:
-    """Returns C's form of the `KindInputs` of a pass, which must be kept."""
-    made = (KindAddresses * len(kinds))()
-    for own, kind in zip(made, kinds, strict=True):
-        rotation = kind.rotation
-        if rotation is not None:  # complex64 [rows, 1, pairs]
-            own.rotation = rotation.data_ptr()
-            own.rotation_stride = 2 * rotation.stride(0)
-            own.rotated = 2 * rotation.shape[-1]
-        own.seen = kind.seen.ranges.data_ptr()
-        own.others = kind.seen.others.data_ptr()
-    return made
+class KindTable(NamedTuple):
+    """C's form of the `KindInputs` of a pass, whose rows begin at `first_row` of them."""
+
+    addresses: ctypes.Array[KindAddresses]
+    first_row: int = 0
+
+    @classmethod
+    def of(cls, kinds: Sequence[Any]) -> KindTable:
+        """Returns the table of `KindInputs`, whose tensors must be kept."""
+        made = (KindAddresses * len(kinds))()
+        for own, kind in zip(made, kinds, strict=True):
+            rotation = kind.rotation
+            if rotation is not None:  # complex64 [rows, 1, pairs]
+                own.rotation = rotation.data_ptr()
+                own.rotation_stride = 2 * rotation.stride(0)
+                own.rotated = 2 * rotation.shape[-1]
+            own.seen = kind.seen.ranges.data_ptr()
+            own.others = kind.seen.others.data_ptr()
+        return cls(made)
+
+
+class Join(NamedTuple):
+    """Replaces the residual stream by a linear map of two normed states: its own, and another one
+    of each row."""
+
+    map: LinearRuns
+    eps: float
+
+
+class Table(NamedTuple):
+    """Embeddings [tokens, width] in a dtype of floating point, and their factor."""
+
+    rows: Tensor
+    scale: float
+
+
+class SegmentInputs(NamedTuple):
+    """What a segment reads in one pass: the inputs of its kinds of layers, and its cache, whose
+    first layer has the index `first_layer`.
+
+    `tap` is the address of the rows to which the residual stream is copied before the segment, and
+    the distance between these in numbers; None: it is not copied. `before` is the address of the
+    other states [rows, width] of a `Join`.
+    """
+
+    kinds: KindTable
+    places: Places
+    first_layer: int
+    tap: tuple[int, int] | None = None
+    before: int | None = None
+
+
+class PassProgram:
+    """All that a short pass runs, in one call: embeddings, segments of layers, the final norm and
+    the LM head. `pass` in C.
+
+    `segments` are run in order, each after its `Join`, if it has one. Without a `table`, the pass
+    begins with hidden states. `norm` [width] and `eps` are those of the final norm (`norm` None:
+    there is none). `head` None: no logits are computed. A pass has at most `most_rows` rows.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[Program, Join | None]],
+        width: int,
+        most_rows: int,
+        *,
+        table: Table | None = None,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        head: LinearRuns | None = None,
+    ) -> None:
+        self._kept = (segments, table, norm, head)  # C has the addresses of their tensors
+        self.width = width
+        self.outputs = 0 if head is None else head.outputs
+        self.num_tokens = 0 if table is None else len(table.rows)
+        self.ids = (ctypes.c_int64 * most_rows)()
+        self.segments = (_Segment * len(segments))()
+        self._joins: list[_Join] = []
+        for own, (program, join) in zip(self.segments, segments, strict=True):
+            own.branches = program.address
+            own.count = program.count
+            if join is not None:
+                self._joins.append(_Join(_linear(join.map), join.eps))
+                own.join = ctypes.addressof(self._joins[-1])
+        self.data = _Pass(
+            ids=ctypes.addressof(self.ids),
+            segments=ctypes.addressof(self.segments),
+            count=len(segments),
+            width=width,
+            numbers=max(program.numbers for program, _ in segments),
+            is_normed=norm is not None,
+            norm=address(norm),
+            eps=eps,
+        )
+        if table is not None:
+            self.data.table = table.rows.data_ptr()
+            self.data.table_kind = FLOAT_KINDS[table.rows.dtype]
+            self.data.table_scale = table.scale
+        if head is not None:
+            self.data.head = _linear(head)
+        self.address = ctypes.addressof(self.data)

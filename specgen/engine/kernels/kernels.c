@@ -338,7 +338,7 @@ static void in_threads(chunk_function function, void *arguments, long chunks)
 /* Memory of one thread, kept from call to call. */
 static void *scratch(int slot, size_t bytes)
 {
-    static _Thread_local struct { void *memory; size_t bytes; } kept[2];
+    static _Thread_local struct { void *memory; size_t bytes; } kept[3];
     if (kept[slot].bytes < bytes) {
         free(kept[slot].memory);
         kept[slot].bytes = 0;
@@ -1467,11 +1467,12 @@ static void add_normed(const branch *part, float *added, long rows, long width, 
 
 /* Adds the outputs of branches, in their order, to the residual stream `hidden` [rows][width].
  *
- * `kinds` has the inputs of each kind of layer, `places` those of the layers from `first_layer`
- * on, and the keys and values of the rows are written from `slot` on. `buffer` has room for rows *
- * (width + the largest sum of outputs of `input` and inputs of `output`) numbers. */
+ * `kinds` has the inputs of each kind of layer for the rows from `first_row` on, `places` those of
+ * the layers from `first_layer` on, and the keys and values of the rows are written from `slot`
+ * on. `buffer` has room for rows * (width + the largest sum of outputs of `input` and inputs of
+ * `output`) numbers. */
 EXPORT int run_branches(const branch *const *branches, long count, float *hidden, long rows,
-                        long width, const kind_inputs *kinds, const place *places,
+                        long width, const kind_inputs *kinds, long first_row, const place *places,
                         long first_layer, long slot, float *buffer)
 {
     for (long done = 0; done < count; done++) {
@@ -1484,12 +1485,17 @@ EXPORT int run_branches(const branch *const *branches, long count, float *hidden
         float *mixed = buffer + rows * width;
         float *taken = mixed + rows * part->input.outputs;
         if (apply_linear(&part->input, normed, rows, 1.0f, 0, mixed)) return -1;
-        if (part->heads == 0)
+        if (part->heads == 0) {
             gated(mixed, rows, part->input.outputs, part->output.inputs, part->activation, taken,
                   part->output.inputs);
-        else if (attend_heads(part, mixed, rows, &kinds[part->kind],
-                              &places[part->layer - first_layer], slot, taken))
-            return -1;
+        } else {
+            kind_inputs own = kinds[part->kind];
+            if (own.rotation) own.rotation += first_row * own.rotation_stride;
+            own.seen += first_row;
+            if (attend_heads(part, mixed, rows, &own, &places[part->layer - first_layer], slot,
+                             taken))
+                return -1;
+        }
         if (part->post_norm) {
             if (apply_linear(&part->output, taken, rows, 1.0f, 0, buffer)) return -1;
             add_normed(part, buffer, rows, width, hidden);
@@ -1498,6 +1504,115 @@ EXPORT int run_branches(const branch *const *branches, long count, float *hidden
         }
     }
     return 0;
+}
+
+/* ------------------------------------------------------------------ whole passes */
+
+/* Replaces the stream by a linear map of two normed states: its own, and row r of `before`. */
+typedef struct {
+    linear map; /* of 2 * width inputs */
+    float eps;
+} join;
+
+/* Neighbouring layers whose keys and values are in one cache. Before they run, the residual stream
+ * is copied to `tap` [row][tap_stride] (NULL: not), then joined with `before` [row][width] if
+ * there is a `join`. */
+typedef struct {
+    const branch *const *branches;
+    long count;
+    const kind_inputs *kinds;
+    long first_row;
+    const place *places;
+    long first_layer;
+    float *tap;
+    long tap_stride;
+    const join *join;
+    const float *before;
+} segment;
+
+/* A pass over `rows` tokens, with what stands before and after its layers.
+ *
+ * The stream begins with the rows `ids` of `table`, of a kind of weights in floating point, or if
+ * there is no table with `input` [row][width]. `states` [row][width] get the stream after the
+ * layers, or if it `is_normed` after a norm with the weights `norm`. `logits` [row][outputs] are
+ * computed for the last `kept` rows; with `logits` NULL, for none. `numbers` is the largest room
+ * that a branch needs for each row, see `run_branches`. */
+typedef struct {
+    const void *table;
+    long table_kind;
+    float table_scale;
+    const int64_t *ids;
+    const float *input;
+    const segment *segments;
+    long count;
+    long rows;
+    long width;
+    long slot;
+    long numbers;
+    long is_normed;
+    const float *norm;
+    float eps;
+    linear head;
+    long kept;
+    float *states;
+    float *logits;
+} pass;
+
+static void embed_row(const pass *whole, long id, float *output)
+{
+    long first = id * whole->width;
+    const uint16_t *halves = (const uint16_t *)whole->table + first;
+    for (long i = 0; i < whole->width; i++) {
+        float value;
+        if (whole->table_kind == FLOAT32) {
+            value = ((const float *)whole->table)[first + i];
+        } else if (whole->table_kind == BFLOAT16) {
+            uint32_t bits = (uint32_t)halves[i] << 16;
+            memcpy(&value, &bits, 4);
+        } else {
+            value = _cvtsh_ss(halves[i]);
+        }
+        output[i] = value * whole->table_scale;
+    }
+}
+
+static int join_rows(const segment *part, const pass *whole, float *hidden, float *buffer)
+{
+    const join *own = part->join;
+    long width = whole->width;
+    rms_norm(hidden, whole->rows, width, 1, width, NULL, 0, own->eps, buffer, 2 * width);
+    rms_norm(part->before, whole->rows, width, 1, width, NULL, 0, own->eps, buffer + width,
+             2 * width);
+    return apply_linear(&own->map, buffer, whole->rows, 1.0f, 0, hidden);
+}
+
+EXPORT int run_pass(const pass *whole)
+{
+    const long rows = whole->rows, width = whole->width;
+    float *hidden = scratch(2, (size_t)(rows * (3 * width + whole->numbers)) * sizeof(float));
+    if (hidden == NULL) return -1;
+    float *buffer = hidden + rows * width;
+    for (long row = 0; row < rows && whole->table; row++)
+        embed_row(whole, whole->ids[row], hidden + row * width);
+    if (whole->table == NULL)
+        memcpy(hidden, whole->input, (size_t)(rows * width) * sizeof(float));
+    for (long i = 0; i < whole->count; i++) {
+        const segment *part = &whole->segments[i];
+        for (long row = 0; row < rows && part->tap; row++)
+            memcpy(part->tap + row * part->tap_stride, hidden + row * width,
+                   (size_t)width * sizeof(float));
+        if (part->join && join_rows(part, whole, hidden, buffer)) return -1;
+        if (run_branches(part->branches, part->count, hidden, rows, width, part->kinds,
+                         part->first_row, part->places, part->first_layer, whole->slot, buffer))
+            return -1;
+    }
+    if (whole->is_normed)
+        rms_norm(hidden, rows, width, 1, width, whole->norm, 0, whole->eps, whole->states, width);
+    else
+        memcpy(whole->states, hidden, (size_t)(rows * width) * sizeof(float));
+    if (whole->logits == NULL) return 0;
+    const float *read = whole->states + (rows - whole->kept) * width;
+    return apply_linear(&whole->head, read, whole->kept, 1.0f, 0, whole->logits);
 }
 
 /* ------------------------------------------------------------------ experts */

@@ -79,9 +79,10 @@ _ARGUMENTS = {
     "run_branches": [
         *(_POINTER, _LONG),
         *(_POINTER, _LONG, _LONG),
-        *(_POINTER, _POINTER, _LONG, _LONG),
+        *(_POINTER, _LONG, _POINTER, _LONG, _LONG),
         _POINTER,
     ],
+    "run_pass": [_POINTER],
     "grouped_product": [_POINTER, _LONG, _POINTER, _LONG, *(_POINTER, _LONG) * 2],
     "weighted_sums": [*(_POINTER, _LONG), _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER],
     "clamped_gated": [_POINTER, _LONG, _LONG, _FLOAT, _FLOAT, _POINTER],

@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specgen.base.errors import RunError
-from specgen.engine.kernels.branches import Places, Program, kind_addresses
+from specgen.engine.kernels.branches import (
+    KindTable,
+    PassProgram,
+    Places,
+    Program,
+    SegmentInputs,
+)
 from specgen.engine.kernels.experts import ExpertsWeight
 from specgen.engine.kernels.library import Library, kernels
 from specgen.engine.kernels.packing import PackedWeight
@@ -83,6 +89,7 @@ class Kernels:
         self._statistics = functions.statistics
         self._dots = functions.dots
         self._run_branches = functions.run_branches
+        self._run_pass = functions.run_pass
         self._grouped_product = functions.grouped_product
         self._weighted_sums = functions.weighted_sums
         self._clamped_gated = functions.clamped_gated
@@ -304,18 +311,17 @@ class Kernels:
         self,
         program: Program,
         hidden: Tensor,
-        kinds: Sequence[Any],
+        kinds: KindTable,
         places: Places,
         first_layer: int,
         slot: int,
     ) -> None:
         """Adds the outputs of a program's branches to `hidden` [n, width], which is contiguous.
 
-        `kinds` are the `KindInputs` of the pass. The keys and values of its rows are written to
+        `kinds` are the inputs of the pass. The keys and values of its rows are written to
         `places`, a cache whose first layer has the index `first_layer`, from `slot` on.
         """
         rows, width = hidden.shape
-        inputs = kind_addresses(kinds)
         buffer = hidden.new_empty(rows * (width + program.numbers))
         _check(
             self._run_branches(
@@ -324,13 +330,55 @@ class Kernels:
                 hidden.data_ptr(),
                 rows,
                 width,
-                ctypes.addressof(inputs),
+                ctypes.addressof(kinds.addresses),
+                kinds.first_row,
                 places.address,
                 first_layer,
                 slot,
                 buffer.data_ptr(),
             )
         )
+
+    def run_pass(
+        self,
+        program: PassProgram,
+        tokens: Sequence[int] | Tensor,
+        segments: Sequence[SegmentInputs],
+        slot: int,
+        kept: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs a whole pass over n tokens. Returns the states after the layers, and after the final
+        norm if there is one, [n, width], and the logits [k, vocabulary] of the last `kept` tokens.
+        With `kept` 0, or without a head, there are none.
+
+        `tokens` are ids, or if the program has no table the states [n, width] that enter,
+        contiguous. `segments` are the inputs of each of its segments, and the keys and values of
+        the tokens are written from `slot` on. A program runs one pass at a time.
+        """
+        data = program.data
+        rows = len(tokens)
+        if isinstance(tokens, Tensor):
+            data.input = tokens.data_ptr()
+        else:
+            if min(tokens) < 0 or max(tokens) >= program.num_tokens:
+                raise IndexError(f"token ids {min(tokens)} to {max(tokens)}")
+            program.ids[:rows] = list(tokens)
+        for own, given in zip(program.segments, segments, strict=True):
+            own.kinds = ctypes.addressof(given.kinds.addresses)
+            own.first_row = given.kinds.first_row
+            own.places = given.places.address
+            own.first_layer = given.first_layer
+            own.tap, own.tap_stride = given.tap or (None, 0)
+            own.before = given.before
+        states = torch.empty(rows, program.width)
+        logits = torch.empty(kept if program.outputs else 0, program.outputs)
+        data.rows = rows
+        data.slot = slot
+        data.kept = kept
+        data.states = states.data_ptr()
+        data.logits = logits.data_ptr() if kept and program.outputs else None
+        _check(self._run_pass(program.address))
+        return states, logits
 
     def clamped_gated(self, gates_and_ups: Tensor, limit: float, alpha: float) -> Tensor:
         """Returns (up + 1) * gate * sigmoid(alpha * gate), [n, 2 * inner] -> [n, inner]: the gates

@@ -19,7 +19,7 @@ GROUP = 32  # elements that share a scale
 _BLOCKS = 4  # a packed weight has a multiple of this many blocks of outputs
 _AT_ONCE = 1 << 18  # elements that are rounded or packed at once, so that copies stay small
 
-_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _INT8 = 3
 _INT8_MINIMUM = 4
 _INT4_MINIMUM = 5
@@ -155,7 +155,7 @@ def pack_floats(weight: Tensor, library: Library) -> PackedWeight:
         return rows.view(-1, lanes, paired).transpose(1, 2)
 
     data = _packed(weight, lanes, (paired * lanes,), blocks)
-    return PackedWeight(_FLOATS[weight.dtype], (outputs, inputs), data)
+    return PackedWeight(FLOAT_KINDS[weight.dtype], (outputs, inputs), data)
 
 
 def pack_rounded(weight: Rounded, library: Library) -> PackedWeight:

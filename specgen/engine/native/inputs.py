@@ -3,9 +3,10 @@ KV cache."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch.nn.functional import pad
@@ -13,6 +14,7 @@ from torch.nn.functional import pad
 from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
+from specgen.engine.kernels.branches import KindAddresses, KindTable
 from specgen.engine.kernels.operators import SeenSlots, kernels_for
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attend import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
@@ -50,11 +52,48 @@ class KindInputs(NamedTuple):
     seen: SeenSlots | None = None
 
 
+class ChainTable(NamedTuple):
+    """C's form of the inputs of the first `rows` tokens of any chain, and these inputs, which must
+    be kept."""
+
+    rows: int
+    addresses: ctypes.Array[KindAddresses]
+    kinds: Sequence[KindInputs]
+
+
 class CachePlace(NamedTuple):
-    """The cache whose entries from `slot` on a pass writes."""
+    """The cache whose entries from `slot` on a pass writes, and its `kinds` for the kernels."""
 
     cache: KVBuffer
     slot: int
+    kinds: KindTable
+
+
+class ChainKinds(Sequence[KindInputs]):
+    """The inputs of each kind of layer in a pass over a chain, made when they are read: kernels
+    that run whole layers read none."""
+
+    def __init__(
+        self, maker: InputMaker, first: int, last: int, cache: KVBuffer, *, is_long: bool
+    ) -> None:
+        self._maker = maker
+        self._pass = first, last, cache, is_long
+
+    def __len__(self) -> int:
+        return len(self._maker.kinds)
+
+    @overload
+    def __getitem__(self, kind: int) -> KindInputs: ...
+
+    @overload
+    def __getitem__(self, kind: slice) -> Sequence[KindInputs]: ...
+
+    def __getitem__(self, kind: int | slice) -> KindInputs | Sequence[KindInputs]:
+        if isinstance(kind, slice):
+            return [self[index] for index in range(*kind.indices(len(self)))]
+        first, last, cache, is_long = self._pass
+        rotation, seen = self._maker.of_chain_rows(kind, first, last, is_long=is_long)
+        return KindInputs(rotation, None, cache.entries_when_read(first, last), seen)
 
 
 class PassInputs(NamedTuple):
@@ -151,6 +190,9 @@ class InputMaker:
             None if kind.rotary is None else made[kind.rotary, on] for kind, on in self.kinds
         ]
         self._chain_slots = [ChainSlots(kind.window, causal=kind.causal) for kind, _ in self.kinds]
+        self._is_causal = all(kind.causal for kind, _ in self.kinds)
+        # without and with LongRoPE's frequencies for long runs
+        self._chain_tables: dict[bool, ChainTable] = {}
         fits = architecture.score_cap is None and not architecture.sinks and not self._exact
         largest = max(kind.head_size or architecture.head_size for kind, _ in self.kinds)
         self._has_causal = fits and all(
@@ -216,7 +258,7 @@ class InputMaker:
                 rotation = table.gather(at, forward_pass.long_rope, last)[:, None]
             made.append(KindInputs(rotation, None, entries, seen[kind.window]))
         rows = last - first
-        place = CachePlace(cache, first)
+        place = CachePlace(cache, first, KindTable.of(made))
         return PassInputs(rows, rows, made, None, cache.first_layer, place=place)
 
     def of_chain(
@@ -264,16 +306,42 @@ class InputMaker:
         self, first: int, last: int, cache: KVBuffer, long_rope: bool
     ) -> PassInputs:
         """Returns the inputs of a pass over a chain for our own kernels, which pad nothing."""
-        entries = cache.entries_when_read(first, last)
-        made = []
-        for slots, table in zip(self._chain_slots, self.tables, strict=True):
-            rotation = None
-            if table is not None:
-                rotation = table.rows(first, last, long=long_rope)[:, None]
-            made.append(KindInputs(rotation, None, entries, slots.rows(first, last)))
+        cache.make_room(last)
+        kinds = ChainKinds(self, first, last, cache, is_long=long_rope)
+        if self._is_causal:
+            made = self._chain_tables.get(long_rope)
+            if made is None or last > made.rows:
+                made = self._make_chain_table(last, is_long=long_rope)
+            table = KindTable(made.addresses, first)
+            of_pass: Sequence[KindInputs] = kinds
+        else:  # what a row sees depends on the pass
+            of_pass = list(kinds)
+            table = KindTable.of(of_pass)
         rows = last - first
-        place = CachePlace(cache, first)
-        return PassInputs(rows, rows, made, None, cache.first_layer, place=place)
+        place = CachePlace(cache, first, table)
+        return PassInputs(rows, rows, of_pass, None, cache.first_layer, place=place)
+
+    def of_chain_rows(
+        self, kind: int, first: int, last: int, *, is_long: bool
+    ) -> tuple[torch.Tensor | None, SeenSlots]:
+        """Returns, for a kind of layer, the rotations [n, 1, R/2] of the n tokens `first` to `last`
+        - 1 of a chain (None: no rotary embedding), and the slots that they see."""
+        table = self.tables[kind]
+        rotation = None if table is None else table.rows(first, last, long=is_long)[:, None]
+        return rotation, self._chain_slots[kind].rows(first, last)
+
+    def _make_chain_table(self, length: int, *, is_long: bool) -> ChainTable:
+        """Makes the table of chains for at least `length` tokens: making one for each pass takes
+        ten times as long."""
+        before = self._chain_tables.get(is_long)
+        rows = max(length, 256 if before is None else 2 * before.rows)
+        kinds: list[KindInputs] = []
+        for kind in range(len(self.kinds)):
+            rotation, seen = self.of_chain_rows(kind, 0, rows, is_long=is_long)
+            kinds.append(KindInputs(rotation, None, (), seen))
+        made = ChainTable(rows, KindTable.of(kinds).addresses, kinds)
+        self._chain_tables[is_long] = made
+        return made
 
     def padded(self, count: int) -> int:
         """Returns the number of rows, padding included, with which `count` tokens are run; `count`

@@ -94,6 +94,7 @@ class KVBuffer:
         self._is_in_order = self._slots == list(range(len(order)))
         self._kv_heads = [kv_heads for _, (kv_heads, _) in of_parts]
         self._places: tuple[list[torch.Tensor], Places] | None = None  # of these buffers
+        self._room = 0  # tokens, in the buffers
         self.buffers = []
         for (device, (kv_heads, size)), layers in of_parts.items():
             self.buffers.append(
@@ -111,9 +112,13 @@ class KVBuffer:
     def entries_when_read(self, first: int, last: int) -> EntriesWhenRead:
         """Returns what `entries(first, last, 0, last)` does; a layer's views are made when they are
         read."""
-        if last > self.buffers[0].shape[3]:
-            self.enlarge(last)
+        self.make_room(last)
         return EntriesWhenRead(self, first, last)
+
+    def make_room(self, needed: int) -> None:
+        """Enlarges the buffers if they have no room for `needed` tokens."""
+        if needed > self._room:
+            self.enlarge(needed)
 
     def entries_of(self, layer: int, first: int, last: int) -> LayerEntries:
         """Returns the views of one layer, counted from `first_layer`, for a pass that writes
@@ -128,8 +133,7 @@ class KVBuffer:
 
         Enlarges the buffers if necessary.
         """
-        if max(last, end) > self.buffers[0].shape[3]:
-            self.enlarge(max(last, end))
+        self.make_room(max(last, end))
         made: list[LayerEntries] = []
         for data in self.buffers:
             keys, values = data[:, :, :, start:end].unbind(1)
@@ -185,7 +189,7 @@ class KVBuffer:
         Static passes that were made for the old buffers become invalid.
         """
         # doubled: few copies as it grows
-        capacity = max(needed, self.capacity, 2 * self.buffers[0].shape[3])
+        capacity = max(needed, self.capacity, 2 * self._room)
         capacity = -(-capacity // _ALIGNMENT) * _ALIGNMENT
         grown = []
         # tensors made in inference mode could not be written outside it
@@ -196,3 +200,4 @@ class KVBuffer:
                 release(old)
                 grown.append(larger)
         self.buffers = grown
+        self._room = capacity

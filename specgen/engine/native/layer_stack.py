@@ -63,17 +63,20 @@ class LayerStack:
         is_short = inputs.place is not None and inputs.rows <= SHORT_PASS
         return self._short if is_short else self._long
 
+    @property
+    def short_pieces(self) -> Sequence[Piece]:
+        """The pieces of short passes."""
+        return self._short
+
     def run(self, piece: Piece, hidden: torch.Tensor, inputs: PassInputs) -> torch.Tensor:
         """Runs a piece on the residual stream `hidden` [batch * rows, width]. Returns it; without
         gradients, `hidden` is changed."""
         if piece.program is not None and inputs.place is not None:
             kernels = own_kernels()
             assert kernels is not None
-            cache, slot = inputs.place
+            cache, slot, kinds = inputs.place
             hidden = hidden.contiguous()
-            kernels.run(
-                piece.program, hidden, inputs.kinds, cache.places(), cache.first_layer, slot
-            )
+            kernels.run(piece.program, hidden, kinds, cache.places(), cache.first_layer, slot)
             return hidden
         own = slice(piece.first, piece.last)
         for layer, call in zip(self._layers[own], self._calls[own], strict=True):

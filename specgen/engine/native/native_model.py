@@ -30,11 +30,13 @@ from specgen.engine.forward_pass import (
     ModelOutput,
 )
 from specgen.engine.gguf.rounded import restored
+from specgen.engine.kernels.branches import PassProgram, Program, SegmentInputs, Table
 from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.kernels.packing import FLOAT_KINDS
 from specgen.engine.model import ALL_OPERATORS
 from specgen.engine.native.architecture import Architecture
 from specgen.engine.native.families import tensor_names
-from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
+from specgen.engine.native.inputs import CachePlace, InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import (
@@ -46,8 +48,8 @@ from specgen.engine.native.layer_files import (
     layer_files,
     read_layer,
 )
-from specgen.engine.native.layer_stack import LayerStack
-from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory
+from specgen.engine.native.layer_stack import SHORT_PASS, LayerStack
+from specgen.engine.native.linear import DenseLinear, Linear, LinearFactory, kernel_runs
 from specgen.engine.native.norms import norm_function, norm_gain, rms_norm
 from specgen.engine.native.recurrent_states import RecurrentStates
 from specgen.engine.native.tensors import tensor_shapes
@@ -205,6 +207,13 @@ class NativeModel:
         if row.dtype == torch.uint8:
             return self.scaled(restored(row))
         return self.scaled(row.to(self.dtype, copy=True))
+
+    def embedding_table(self) -> Table | None:
+        """Returns the embedding as the kernels read it; None if they cannot."""
+        table = self.outer.embedding
+        if table.dtype not in FLOAT_KINDS or not table.is_contiguous() or not table.is_cpu:
+            return None
+        return Table(table, self._embedding_scale)
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [..., width] of token ids [...], as they enter the first layer, on
@@ -370,11 +379,44 @@ class NativeForward:
         self._calls = calls
         stops = {index for index, call in enumerate(calls) if call.layer in self.taps}
         self._stack = LayerStack([model.layers[call.layer] for call in calls], calls, stops)
+        self._program = self._short_pass()
+
+    def _short_pass(self) -> PassProgram | None:
+        """Returns the program of short passes; None if the kernels cannot run all of them."""
+        model = self.model
+        programs = [piece.program for piece in self._stack.short_pieces]
+        segments = [(program, None) for program in programs if program is not None]
+        is_all = len(segments) == len(programs) > 0 and len(set(self.taps)) == len(self.taps)
+        if not is_all or model.kernels is None or model.outer.own_embeddings is not None:
+            return None
+        norm = None
+        head = None
+        if self.outer is not None:
+            norm = self.outer.norm
+            runs = kernel_runs(self.outer.head)
+            head = None if runs is None else runs[0]
+        return PassProgram(
+            segments,
+            model.shape.hidden_size,
+            SHORT_PASS,
+            table=model.embedding_table() if self.inputs is None else None,
+            norm=norm,
+            eps=model.architecture.norm_eps,
+            head=head,
+        )
+
+    @property
+    def program(self) -> Program | None:
+        """The layers of short passes, if the kernels run all of them in one call."""
+        pieces = self._stack.short_pieces
+        return pieces[0].program if len(pieces) == 1 else None
 
     def __call__(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         model = self.model
         count = forward_pass.last - forward_pass.first
         inputs = model.inputs(forward_pass)
+        if self._program is not None and inputs.place is not None and count <= SHORT_PASS:
+            return self._run_short(self._program, forward_pass, inputs.place, logits_to_keep)
         hidden = self._hidden(forward_pass, inputs.rows)
         if self.model.outer.own_embeddings is not None:
             ids = forward_pass.ids + [0] * (inputs.rows - count)
@@ -391,6 +433,48 @@ class NativeForward:
         return ModelOutput(
             logits[kept], states[kept], features=None if features is None else features[:count]
         )
+
+    def _run_short(
+        self, program: PassProgram, forward_pass: ForwardPass, place: CachePlace, kept: int
+    ) -> ModelOutput:
+        """Runs a short pass in one call of the kernels."""
+        model = self.model
+        kernels = model.kernels
+        assert kernels is not None
+        kernels.use_threads(torch.get_num_threads())
+        tokens: Sequence[int] | torch.Tensor
+        if self.inputs is not None:
+            tokens = self.inputs(forward_pass)
+        else:
+            tokens = forward_pass.ids
+            if not program.num_tokens:
+                tokens = model.embed(tokens)
+        rows = len(tokens)
+        width = program.width
+        cache = place.cache
+        read = SegmentInputs(place.kinds, cache.places(), cache.first_layer)
+        segments = [read] * len(program.segments)
+        features: torch.Tensor | None = None
+        if self.taps:
+            features = torch.empty(rows, len(self.taps) * width)
+            for index, piece in enumerate(self._stack.short_pieces):
+                layer = self._calls[piece.first].layer
+                if layer in self.taps:
+                    column = self.taps.index(layer) * width
+                    tap = features.data_ptr() + 4 * column, len(self.taps) * width
+                    segments[index] = read._replace(tap=tap)
+        states, logits = kernels.run_pass(
+            program, tokens, segments, place.slot, 0 if self.outer is None else kept
+        )
+        if features is not None and model.shape.num_layers in self.taps:
+            column = self.taps.index(model.shape.num_layers) * width
+            features[:, column : column + width] = states
+        if self.outer is None:
+            return ModelOutput(states, states)
+        own = states if kept == rows else states[-kept:]
+        if not program.outputs:
+            logits = self.outer.head(own)
+        return ModelOutput(final_logits(model.architecture, logits), own, features=features)
 
     def with_own_embeddings(
         self, inputs: PassInputs, hidden: torch.Tensor, ids: torch.Tensor

@@ -32,6 +32,7 @@ from specgen.base.types import Context
 from specgen.engine.block_runner import penalised
 from specgen.engine.devices import inference, upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput, TreeNodes, draft_nodes
+from specgen.engine.kernels.branches import KindTable
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.model import Model
 from specgen.engine.model_runner import TOKEN_BY_TOKEN
@@ -526,4 +527,7 @@ def without_first(inputs: PassInputs, count: int, last: int) -> PassInputs:
         kinds.append(
             KindInputs(rotation, mask if mask is None or mask is CAUSAL else mask[:, hidden:], cut)
         )
-    return inputs._replace(kinds=kinds)
+    place = inputs.place
+    if place is not None:
+        place = place._replace(kinds=KindTable.of(kinds))
+    return inputs._replace(kinds=kinds, place=place)
