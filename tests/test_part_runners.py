@@ -18,8 +18,10 @@ from runner_checks import LAYERED, check, path_to, quick, random_path, random_tr
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.kernels.library import kernels
+from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import eagle, published_heads
+from specgen.engine.parts import eagle, own_layers, published_heads
 from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
@@ -297,6 +299,52 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(
     for size in range(part.made.draft.longest_draft):
         part.made.draft.logits(context, [3] * size, start=size)
     assert len(calls) == 1
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_exit_runs_a_drafted_token_in_one_call(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of the target's first layers and the exit run one after the other: of growing
+    chains, trees, after acceptances, and with another context."""
+
+    def run(part: Part) -> tuple[list[torch.Tensor], list[int]]:
+        draft = part.made.draft
+        context = Context([1, 5, 6, 7, 8])
+        found: list[torch.Tensor] = []
+        calls: list[int] = []
+        for tokens in ([9, 10, 11], [12, 13], [14, 15, 16, 17]):
+            part.made.target.logits(context)
+            for length in range(len(tokens) + 1):
+                programs.clear()
+                found.append(draft.logits(context, tokens[:length], start=length).logits.clone())
+                calls.append(len(programs))
+            part.made.target.logits(context, tokens)
+            context.extend([*tokens[:2], 20])
+        tree = [9, 10, 11, 12], [-1, 0, -1, 2]
+        found.append(draft.logits(context, *tree).logits.clone())
+        part.made.target.logits(context, *tree)
+        context.extend([11, 12, 3])
+        found.append(draft.logits(context).logits.clone())
+        found.append(draft.logits(Context([1, 5, 9]), [4]).logits.clone())
+        return found, calls
+
+    programs: list[object] = []
+    run_pass = Kernels.run_pass
+
+    def counted(own: Kernels, *arguments: Any) -> Any:
+        programs.append(arguments[0])
+        return run_pass(own, *arguments)
+
+    monkeypatch.setattr(Kernels, "run_pass", counted)
+    options: dict[str, Any] = {"backend": "native", "depth": 1, "joined": joined}
+    at_once, calls = run(Part("exit", **options))
+    assert set(calls) == {1}
+    monkeypatch.setattr(own_layers.ShortExitPass, "of", lambda *_: None)
+    in_parts, _ = run(Part("exit", **options))
+    for found, expected in zip(at_once, in_parts, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -113,7 +113,9 @@ class ModelDrafter(DraftModelUser):
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))
             own = output.unpenalised_part(self._vocab_size)
-            logits = output.logits[:, : self._vocab_size]
+            logits = output.logits
+            if logits.shape[1] > self._vocab_size:
+                logits = logits[:, : self._vocab_size]
             if own is not None and token_sampling.is_forbidden(logits):
                 return NO_CANDIDATES
 

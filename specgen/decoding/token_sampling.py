@@ -12,7 +12,7 @@ from specgen.base.errors import nan_logits
 from specgen.base.types import SamplingParams
 from specgen.decoding.policy_base import Signals
 from specgen.engine.devices import move
-from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.kernels.operators import Kernels, own_kernels
 
 # so many of the likeliest tokens are searched for the nucleus, before all tokens are sorted
 _HEAD = 256
@@ -82,6 +82,12 @@ def draw_at(probs: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     return token.masked_fill_(~(total > 0), -1)[..., 0]
 
 
+def _kernels_for(logits: torch.Tensor) -> Kernels | None:
+    """Returns the kernels, if they can read these logits on the CPU."""
+    is_readable = logits.dtype is torch.float32 and logits.stride(-1) == 1
+    return own_kernels() if is_readable else None
+
+
 def argmax_token(logits: torch.Tensor) -> torch.Tensor:
     """Returns the likeliest token of logits [..., vocabulary]; -1 where they hold a NaN."""
     values, tokens = logits.max(dim=-1)
@@ -94,8 +100,8 @@ def argmax_tokens(logits: torch.Tensor) -> list[int]:
     if not logits.is_cpu:
         on_host: list[int] = argmax_token(logits).tolist()
         return on_host
-    kernels = kernels_for(logits.device, logits.dtype)
-    if kernels is not None and logits.stride(-1) == 1:
+    kernels = _kernels_for(logits)
+    if kernels is not None:
         return kernels.likeliest(logits)
     tokens: list[int] = []
     # NumPy's argmax takes a tenth of torch's time; one by one, which is faster there
@@ -151,8 +157,8 @@ def greedy_statistics(logits: torch.Tensor) -> tuple[int, float, float]:
         columns = (argmax_token(logits).float(), *entropy_and_top_prob(logits))
         token, entropy, top_prob = torch.stack(columns).tolist()
         return int(token), entropy, top_prob
-    kernels = kernels_for(logits.device, logits.dtype)
-    if kernels is not None and logits.stride(0) == 1:
+    kernels = _kernels_for(logits)
+    if kernels is not None:
         return kernels.statistics(logits)
     scores = logits.float().numpy()
     likeliest = int(scores.argmax())

@@ -237,7 +237,7 @@ class Program:
         self._addresses = (_POINTER * len(branches))(*(each.address for each in branches))
         self.address = ctypes.addressof(self._addresses)
         self.count = len(branches)
-        self.numbers = max(branch.numbers for branch in branches)
+        self.numbers = max((branch.numbers for branch in branches), default=0)
 
 
 class Places:
@@ -263,14 +263,15 @@ class Places:
 
 
 class KindTable(NamedTuple):
-    """C's form of the `KindInputs` of a pass, whose rows begin at `first_row` of them."""
+    """C's form of the `kinds`, the `KindInputs` of a pass, whose rows begin at `first_row` of
+    them."""
 
     addresses: ctypes.Array[KindAddresses]
+    kinds: Sequence[Any]  # C has the addresses of their tensors
     first_row: int = 0
 
     @classmethod
     def of(cls, kinds: Sequence[Any]) -> KindTable:
-        """Returns the table of `KindInputs`, whose tensors must be kept."""
         made = (KindAddresses * len(kinds))()
         for own, kind in zip(made, kinds, strict=True):
             rotation = kind.rotation
@@ -280,7 +281,7 @@ class KindTable(NamedTuple):
                 own.rotated = 2 * rotation.shape[-1]
             own.seen = kind.seen.ranges.data_ptr()
             own.others = kind.seen.others.data_ptr()
-        return cls(made)
+        return cls(made, kinds)
 
 
 class Join(NamedTuple):

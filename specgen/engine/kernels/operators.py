@@ -295,7 +295,7 @@ class Kernels:
         """Returns the likeliest token of logits [vocabulary], and entropy (nats) and largest
         probability of their softmax; -1 and NaNs if the logits hold a NaN or no finite maximum."""
         found = (ctypes.c_double * 3)()
-        _check(self._statistics(logits.data_ptr(), len(logits), ctypes.addressof(found)))
+        _check(self._statistics(logits.data_ptr(), logits.shape[0], ctypes.addressof(found)))
         token, entropy, top_prob = found
         return int(token), entropy, top_prob
 
@@ -346,20 +346,21 @@ class Kernels:
         segments: Sequence[SegmentInputs],
         slot: int,
         kept: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs a whole pass over n tokens. Returns the states after the layers, and after the final
-        norm if there is one, [n, width], and the logits [k, vocabulary] of the last `kept` tokens.
-        With `kept` 0, or without a head, there are none.
+        norm if there is one, [n, width], and the logits [k, vocabulary] of the last `kept` tokens;
+        None with `kept` 0, or without a head.
 
         `tokens` are ids, or if the program has no table the states [n, width] that enter,
         contiguous. `segments` are the inputs of each of its segments, and the keys and values of
         the tokens are written from `slot` on. A program runs one pass at a time.
         """
         data = program.data
-        rows = len(tokens)
         if isinstance(tokens, Tensor):
+            rows = tokens.shape[0]
             data.input = tokens.data_ptr()
         else:
+            rows = len(tokens)
             if min(tokens) < 0 or max(tokens) >= program.num_tokens:
                 raise IndexError(f"token ids {min(tokens)} to {max(tokens)}")
             program.ids[:rows] = list(tokens)
@@ -371,12 +372,16 @@ class Kernels:
             own.tap, own.tap_stride = given.tap or (None, 0)
             own.before = given.before
         states = torch.empty(rows, program.width)
-        logits = torch.empty(kept if program.outputs else 0, program.outputs)
         data.rows = rows
         data.slot = slot
         data.kept = kept
         data.states = states.data_ptr()
-        data.logits = logits.data_ptr() if kept and program.outputs else None
+        logits: Tensor | None = None
+        if kept and program.outputs:
+            logits = torch.empty(kept, program.outputs)
+            data.logits = logits.data_ptr()
+        else:
+            data.logits = None
         _check(self._run_pass(program.address))
         return states, logits
 

@@ -3,7 +3,6 @@ KV cache."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, overload
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 from specgen.base.errors import SpecgenError
 from specgen.engine.devices import move
 from specgen.engine.forward_pass import BatchPass, ForwardPass
-from specgen.engine.kernels.branches import KindAddresses, KindTable
+from specgen.engine.kernels.branches import KindTable
 from specgen.engine.kernels.operators import SeenSlots, kernels_for
 from specgen.engine.native.architecture import Architecture, LayerKind
 from specgen.engine.native.attend import CAUSAL, KEY_BLOCK, WIDE, has_causal_kernel
@@ -53,12 +52,10 @@ class KindInputs(NamedTuple):
 
 
 class ChainTable(NamedTuple):
-    """C's form of the inputs of the first `rows` tokens of any chain, and these inputs, which must
-    be kept."""
+    """The inputs of the first `rows` tokens of any chain, for the kernels."""
 
     rows: int
-    addresses: ctypes.Array[KindAddresses]
-    kinds: Sequence[KindInputs]
+    table: KindTable
 
 
 class CachePlace(NamedTuple):
@@ -312,7 +309,7 @@ class InputMaker:
             made = self._chain_tables.get(long_rope)
             if made is None or last > made.rows:
                 made = self._make_chain_table(last, is_long=long_rope)
-            table = KindTable(made.addresses, first)
+            table = KindTable(made.table.addresses, made.table.kinds, first)
             of_pass: Sequence[KindInputs] = kinds
         else:  # what a row sees depends on the pass
             of_pass = list(kinds)
@@ -339,7 +336,7 @@ class InputMaker:
         for kind in range(len(self.kinds)):
             rotation, seen = self.of_chain_rows(kind, 0, rows, is_long=is_long)
             kinds.append(KindInputs(rotation, None, (), seen))
-        made = ChainTable(rows, KindTable.of(kinds).addresses, kinds)
+        made = ChainTable(rows, KindTable.of(kinds))
         self._chain_tables[is_long] = made
         return made
 

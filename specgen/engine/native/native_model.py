@@ -449,7 +449,7 @@ class NativeForward:
             tokens = forward_pass.ids
             if not program.num_tokens:
                 tokens = model.embed(tokens)
-        rows = len(tokens)
+        rows = forward_pass.last - forward_pass.first
         width = program.width
         cache = place.cache
         read = SegmentInputs(place.kinds, cache.places(), cache.first_layer)
@@ -472,7 +472,7 @@ class NativeForward:
         if self.outer is None:
             return ModelOutput(states, states)
         own = states if kept == rows else states[-kept:]
-        if not program.outputs:
+        if logits is None:
             logits = self.outer.head(own)
         return ModelOutput(final_logits(model.architecture, logits), own, features=features)
 

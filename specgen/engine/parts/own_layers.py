@@ -40,17 +40,18 @@ from specgen.engine.forward_pass import (
     passes_of_levels,
     tokens_before,
 )
-from specgen.engine.kernels.operators import kernels_for
+from specgen.engine.kernels.branches import Join, PassProgram, Program, SegmentInputs, Table
+from specgen.engine.kernels.operators import Kernels, kernels_for
 from specgen.engine.model import Model, ModelShape
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.architecture import Architecture
-from specgen.engine.native.inputs import InputMaker, layer_kinds
+from specgen.engine.native.inputs import InputMaker, PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import NativeLayer
 from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM, final_norm, layer_files
-from specgen.engine.native.layer_stack import LayerStack
-from specgen.engine.native.linear import Linear, MakeLinear
-from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.layer_stack import SHORT_PASS, LayerStack
+from specgen.engine.native.linear import Linear, MakeLinear, kernel_runs
+from specgen.engine.native.native_model import NativeForward, NativeModel, final_logits
 from specgen.engine.native.norms import norm_function, norm_gain, output_norm
 from specgen.engine.native.tensors import tensor_shapes
 from specgen.engine.parts.part import (
@@ -165,6 +166,7 @@ class ExitLayers:
         with torch.autocast(model.device.type, enabled=False):  # products of weights with norms
             norm = final_norm(architecture, take, dtype, gain)
             self._norm = output_norm(architecture.norm_eps, gain, norm)
+            self._norm_weight = norm
             self._head: Linear | None = None
             if EXIT_HEAD in tensors:
                 self._head = make_linear(
@@ -192,6 +194,10 @@ class ExitLayers:
     def is_joined(self) -> bool:
         return self._join is not None
 
+    def reads_inputs_of(self, maker: InputMaker) -> bool:
+        """Whether the layers that this maker makes inputs for read those of the exit."""
+        return maker.kinds == self._inputs.kinds
+
     def new_cache(self) -> KVBuffer:
         """Returns an empty KV cache for the exit's decoder layers."""
         made = self._architecture
@@ -200,14 +206,53 @@ class ExitLayers:
             devices, [(made.num_kv_heads, made.head_size)] * len(devices), self._model.dtype
         )
 
-    def forward(self, source: HiddenSource) -> ForwardFunction:
+    def forward(self, source: HiddenSource, short: ShortExitPass | None = None) -> ForwardFunction:
         """Returns a function that runs the exit on a forward pass. `source` returns the hidden
-        states [n, width] that enter the exit."""
+        states [n, width] that enter the exit; `short` runs what passes it can."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            output = None if short is None else short(forward_pass, logits_to_keep)
+            if output is not None:
+                return output
             return self.run(forward_pass, source(forward_pass).clone(), logits_to_keep)
 
         return run
+
+    def program(self, before: Program, table: Table | None) -> PassProgram | None:
+        """Returns the program of passes through the target's first layers, `before`, and the exit;
+        None if the kernels cannot run all of the exit."""
+        model = self._model
+        pieces = self._layers.short_pieces
+        layers = pieces[0].program if len(pieces) == 1 else None if pieces else Program([])
+        target_head = model.outer.head if isinstance(model, NativeModel) else None
+        head = self._head or target_head
+        heads = None if head is None else kernel_runs(head)
+        maps = [] if self._join is None else kernel_runs(self._join)
+        if layers is None or heads is None or maps is None:
+            return None
+        eps = self._architecture.norm_eps
+        join = Join(maps[0], eps) if maps else None
+        return PassProgram(
+            [(before, None), (layers, join)],
+            self._architecture.hidden_size,
+            SHORT_PASS,
+            table=table,
+            norm=self._norm_weight,
+            eps=eps,
+            head=heads[0],
+        )
+
+    def inputs(self, forward_pass: ForwardPass) -> PassInputs:
+        """Returns the inputs of a pass through the decoder layers."""
+        return self._inputs(forward_pass)
+
+    def output(self, logits: Tensor, states: Tensor) -> ModelOutput:
+        """Returns the output for the products of the LM head [n, tokens that the head knows] and
+        its input [n, width]."""
+        logits = final_logits(self._architecture, logits)
+        return ModelOutput(
+            of_all_tokens(logits, self._vocabulary, self._model.shape.vocab_size), states
+        )
 
     def run(self, forward_pass: ForwardPass, hidden: Tensor, logits_to_keep: int) -> ModelOutput:
         """Runs decoder layers, norm and head on the hidden states [n, width] that enter them, which
@@ -251,9 +296,77 @@ class ExitLayers:
         return final_logits(self._architecture, self._head(states))
 
 
+class ShortExitPass:
+    """Runs short passes through the target's first layers and the exit, in one call of the
+    kernels.
+
+    The first layers are those of the runner `first`, to whose cache it writes; the tokens of a pass
+    are run anew even if they are cached there. `program` is that of `layers`.
+    """
+
+    def __init__(
+        self, layers: ExitLayers, program: PassProgram, kernels: Kernels, first: FeatureRunner
+    ) -> None:
+        self._layers = layers
+        self._program = program
+        self._kernels = kernels
+        self._first = first
+
+    def __call__(
+        self, forward_pass: ForwardPass, kept: int, before: Tensor | None = None
+    ) -> ModelOutput | None:
+        """Runs a pass over n tokens and returns the output for the last `kept` of them; None, and
+        runs nothing, if the pass is long or if `first` lacks tokens before it. `before` [n, width]
+        are the last states of the tokens before, for an exit that `is_joined`."""
+        rows = forward_pass.last - forward_pass.first
+        if rows > SHORT_PASS:
+            return None
+        features = self._first.resume(forward_pass)
+        if features is None:
+            return None
+        place = self._layers.inputs(forward_pass).place
+        assert place is not None
+        shared = self._first.cache
+        assert isinstance(shared, KVBuffer)
+        own = place.cache
+        program = self._program
+        segments = (
+            SegmentInputs(place.kinds, shared.places(), shared.first_layer),
+            SegmentInputs(
+                place.kinds,
+                own.places(),
+                own.first_layer,
+                (features, program.width),
+                None if before is None else before.data_ptr(),
+            ),
+        )
+        self._kernels.use_threads(torch.get_num_threads())
+        states, logits = self._kernels.run_pass(
+            program, forward_pass.ids, segments, place.slot, kept
+        )
+        self._first.ran(forward_pass)
+        assert logits is not None
+        return self._layers.output(logits, states if kept == rows else states[-kept:])
+
+    @classmethod
+    def of(
+        cls, layers: ExitLayers, forward: ForwardFunction, first: FeatureRunner
+    ) -> ShortExitPass | None:
+        """Returns what runs the exit together with `forward`, the target's first layers; None if
+        the kernels cannot."""
+        if not isinstance(forward, NativeForward) or forward.program is None:
+            return None
+        model = forward.model
+        table = model.embedding_table()
+        if table is None or model.kernels is None or not layers.reads_inputs_of(model.inputs):
+            return None
+        program = layers.program(forward.program, table)
+        return None if program is None else cls(layers, program, model.kernels, first)
+
+
 class ExitRunner(ModelRunner):
     """Drafts with an exit that `is_joined`. `source` returns the hidden states after the target's
-    first layers; `target` keeps the target's last states.
+    first layers; `target` keeps the target's last states; `short` runs what passes it can.
 
     The cache has the keys and values of the context's tokens, made from the target's last states,
     then those of the draft, made from the exit's own; a level of a draft takes a pass. When the
@@ -268,9 +381,11 @@ class ExitRunner(ModelRunner):
         layers: ExitLayers,
         source: HiddenSource,
         target: FeatureRunner,
+        short: ShortExitPass | None = None,
     ) -> None:
         super().__init__(model, penalties, self._run, layers.new_cache())
         self._layers = layers
+        self._short = short
         self._source = source
         self._target = target
         self._width = model.shape.hidden_size
@@ -299,19 +414,25 @@ class ExitRunner(ModelRunner):
             committed = forward_pass._replace(draft=NO_NODES, last=last)
             outputs.append(self._run_one(committed, self._targets_states(committed), 1))
         for level, _ in passes_of_levels(forward_pass):
-            before = upload(tokens_before(level), self.device)
-            states = self._states.kept.index_select(0, before)
+            if level.is_chain:
+                states = self._states.kept[level.first - 1 : level.last - 1]
+            else:
+                before = upload(tokens_before(level), self.device)
+                states = self._states.kept.index_select(0, before)
             outputs.append(self._run_one(level, states, level.last - level.first))
+        if len(outputs) == 1 and outputs[0].logits.shape[0] == logits_to_keep:
+            return outputs[0]
         logits, hidden = (torch.cat(rows) for rows in list(zip(*outputs, strict=True))[:2])
         return ModelOutput(logits[-logits_to_keep:], hidden[-logits_to_keep:])
 
     def _run_one(self, forward_pass: ForwardPass, before: Tensor, kept: int) -> ModelOutput:
         """Runs the exit on the n tokens of a pass, with the last states `before` [n, width] of the
         tokens before them. Returns the output for the last `kept` of them."""
-        hidden = self._source(forward_pass)
         self.cache.length = forward_pass.first
-        joined = self._layers.joined(hidden, before)
-        output = self._layers.run(forward_pass, joined, kept)
+        output = None if self._short is None else self._short(forward_pass, kept, before)
+        if output is None:
+            joined = self._layers.joined(self._source(forward_pass), before)
+            output = self._layers.run(forward_pass, joined, kept)
         assert output.hidden_states is not None
         self._states.write(forward_pass.last - kept, output.hidden_states, self.cache.capacity)
         return output
@@ -491,14 +612,14 @@ def make_runners(
     verify = model.forward([LayerCall(index) for index in later], first.features, taps=taps)
     target: ModelRunner
     draft: ModelRunner
+    short = ShortExitPass.of(weights.layers, run, first)
     if weights.layers.is_joined:
         target = FeatureRunner(model, verify, model.new_cache(later), penalties())
-        draft = ExitRunner(model, penalties(), weights.layers, first.features, target)
+        draft = ExitRunner(model, penalties(), weights.layers, first.features, target, short)
     else:
         target = ModelRunner(model, penalties(), verify, model.new_cache(later))
-        draft = ModelRunner(
-            model, penalties(), weights.layers.forward(first.features), weights.layers.new_cache()
-        )
+        forward = weights.layers.forward(first.features, short)
+        draft = ModelRunner(model, penalties(), forward, weights.layers.new_cache())
     predictor = (
         None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)
     )

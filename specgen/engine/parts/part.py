@@ -4,6 +4,7 @@ and of the part."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -200,6 +201,9 @@ class KeptRows:
 
     def __init__(self) -> None:
         self.kept = torch.empty(0, 0)
+        self._capacity = 0
+        self._row_bytes = 0
+        self._address = 0
 
     def write(self, first: int, rows: torch.Tensor, capacity: int) -> None:
         """Keeps the rows [n, width] of the tokens with cache indices `first`, `first` + 1, ...
@@ -207,13 +211,30 @@ class KeptRows:
         If the buffer is too small, a new one has room for at least `capacity` tokens.
         """
         end = first + rows.shape[0]
-        if end > self.kept.shape[0]:
-            larger = rows.new_zeros(max(end, capacity, 2 * self.kept.shape[0]), rows.shape[1])
-            old = self.kept[:first]
-            if len(old):
-                larger[: len(old)] = old
-            self.kept = larger
-        self.kept[first:end] = rows
+        self.make_room(first, end, rows, capacity)
+        if rows.is_cpu and rows.dtype == self.kept.dtype and rows.is_contiguous():
+            # what torch does before it copies takes longer than a few rows
+            memmove(self.address(first), rows.data_ptr(), rows.nbytes)
+        else:
+            self.kept[first:end] = rows
+
+    def make_room(self, first: int, end: int, like: torch.Tensor, capacity: int) -> None:
+        """Makes room for the rows `first` to `end` - 1. A new buffer has room for `capacity` rows,
+        of the width, the dtype and the device of `like`, and keeps the first ones."""
+        if end <= self._capacity:
+            return
+        self._capacity = max(end, capacity, 2 * self._capacity)
+        larger = like.new_zeros(self._capacity, like.shape[1])
+        old = self.kept[:first]
+        if len(old):
+            larger[: len(old)] = old
+        self.kept = larger
+        self._row_bytes = larger.stride(0) * larger.element_size()
+        self._address = larger.data_ptr()
+
+    def address(self, index: int) -> int:
+        """Returns where the row of the token with this cache index is."""
+        return self._address + index * self._row_bytes
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the rows at cache `indices` to `start`, `start + 1`, ..., as
@@ -272,6 +293,28 @@ class FeatureRunner(ModelRunner):
             for earlier in cached.missing_passes(later.context, later.draft, later.last):
                 self._forward(earlier, 1)
         return self._rows.kept[later.first : later.last]
+
+    def resume(self, later: ForwardPass) -> int | None:
+        """Prepares for a function that runs this runner's layers on the tokens of the pass `later`
+        and writes their keys and values to its cache; `ran` has to follow.
+
+        Returns the address for the features of these tokens [n, width], or None if a token before
+        them is not cached.
+        """
+        rows = self._rows
+        cache = self.cache
+        assert isinstance(cache, KVBuffer)
+        if not rows.kept.numel() or not self._cached.resume(later):
+            return None
+        cache.length = later.first
+        cache.make_room(later.last)
+        rows.make_room(later.first, later.last, rows.kept, cache.capacity)
+        return rows.address(later.first)
+
+    def ran(self, later: ForwardPass) -> None:
+        """Says that the tokens of `later` were run, after `resume`."""
+        self._cached.ran(later)
+        self.forward_count += 1
 
 
 class DecoderRunner(ModelRunner):
