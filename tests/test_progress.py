@@ -18,7 +18,7 @@ from specgen.compare.method_specs import parse_spec
 from specgen.compare.prompts import ListedPrompt
 from specgen.compare.runner import BenchmarkStep
 from specgen.engine import cached_prefix
-from specgen.engine.native import layer_stack
+from specgen.engine.native import layer_stack, native_model
 from specgen.pair.pair import Pair
 from specgen.view import theme
 from specgen.view.comparison import show_step
@@ -181,7 +181,8 @@ def test_layers_of_a_pass_report_shares_of_its_tokens(
     """So that there is progress while the first pass runs."""
     reports: list[tuple[int, int]] = []
     monkeypatch.setattr(cached_prefix, "PREFILL_CHUNK", 10)
-    monkeypatch.setattr(layer_stack, "SHORT_PASS", 2)
+    for module in (layer_stack, native_model):
+        monkeypatch.setattr(module, "SHORT_PASS", 2)
     pair = pair_of("llama", "near", "native")
     layers = pair.target.model.shape.num_layers
     pair.forget()
