@@ -18,6 +18,7 @@ from runner_checks import LAYERED, check, path_to, quick, random_path, random_tr
 
 from specgen.base.types import Context
 from specgen.engine.forward_pass import ForwardPass, ModelOutput
+from specgen.engine.kernels.branches import PassProgram
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model_runner import ModelRunner
@@ -309,17 +310,17 @@ def test_an_exit_runs_a_drafted_token_in_one_call(
     """With the bits of the target's first layers and the exit run one after the other: of growing
     chains, trees, after acceptances, and with another context."""
 
-    def run(part: Part) -> tuple[list[torch.Tensor], list[int]]:
+    def run(part: Part) -> tuple[list[torch.Tensor], list[list[int]]]:
         draft = part.made.draft
         context = Context([1, 5, 6, 7, 8])
         found: list[torch.Tensor] = []
-        calls: list[int] = []
+        calls: list[list[int]] = []
         for tokens in ([9, 10, 11], [12, 13], [14, 15, 16, 17]):
             part.made.target.logits(context)
             for length in range(len(tokens) + 1):
-                programs.clear()
+                segments.clear()
                 found.append(draft.logits(context, tokens[:length], start=length).logits.clone())
-                calls.append(len(programs))
+                calls.append([*segments])
             part.made.target.logits(context, tokens)
             context.extend([*tokens[:2], 20])
         tree = [9, 10, 11, 12], [-1, 0, -1, 2]
@@ -330,17 +331,17 @@ def test_an_exit_runs_a_drafted_token_in_one_call(
         found.append(draft.logits(Context([1, 5, 9]), [4]).logits.clone())
         return found, calls
 
-    programs: list[object] = []
+    segments: list[int] = []  # of each call
     run_pass = Kernels.run_pass
 
-    def counted(own: Kernels, *arguments: Any) -> Any:
-        programs.append(arguments[0])
-        return run_pass(own, *arguments)
+    def counted(own: Kernels, program: PassProgram, *arguments: Any) -> Any:
+        segments.append(len(program.segments))
+        return run_pass(own, program, *arguments)
 
     monkeypatch.setattr(Kernels, "run_pass", counted)
     options: dict[str, Any] = {"backend": "native", "depth": 1, "joined": joined}
     at_once, calls = run(Part("exit", **options))
-    assert set(calls) == {1}
+    assert calls == [[2]] * len(calls)
     monkeypatch.setattr(own_layers.ShortExitPass, "of", lambda *_: None)
     in_parts, _ = run(Part("exit", **options))
     for found, expected in zip(at_once, in_parts, strict=True):
