@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 # of a comparison without options
-USUAL_PROMPTS = 12
+USUAL_PROMPTS = 20
 USUAL_METHODS = 6
 USUAL_BUDGET = 60.0  # seconds
 ENDED_BY_BUDGET = "The time was up (--budget SECONDS); -m all compares every method."

@@ -222,7 +222,7 @@ COMPARE_ROWS: Rows = {
     ),
     "limit": (
         "N",
-        "Use at most N prompts, taken from the categories in turn. Default: 12 of the 36 in "
+        "Use at most N prompts, taken from the categories in turn. Default: 20 of the 36 in "
         "examples.yaml, all of --prompts.",
     ),
     "turns": (
