@@ -621,7 +621,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where and to whom to serve, and how to decode."""
+    """The options of `serve`: its address, who may ask, and the decoding method."""
 
     panel: ClassVar[str | None] = None
     host: str = "127.0.0.1"

@@ -42,7 +42,7 @@ _TRIAL_PROMPT = "Write a short story about a lighthouse keeper who finds a messa
 def serve(
     asked: ServeOptions, models: DecodingGroup, sampling: ServeSampling, output: ServeOutput
 ) -> None:
-    """Loads the models, then serves until the process is asked to end. Raises SpecgenError for
+    """Loads the models, then answers requests until SIGINT or SIGTERM. Raises SpecgenError for
     wrong options and RunError for failures while running."""
     default = sampling.params()
     _check_packages()

@@ -53,8 +53,8 @@ class ApiError(Exception):
 
 
 def of_generation(error: Exception, prompt_field: str) -> ApiError:
-    """Returns what a client is told of an error of a generation. `prompt_field` is the request's
-    field with the prompt."""
+    """Returns the answer to a request whose generation has failed with `error`. `prompt_field` is
+    the request's field with the prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextFull):

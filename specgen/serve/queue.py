@@ -215,7 +215,7 @@ class Worker:
                 self._waiting.remove(job)
 
     def close(self) -> None:
-        """Takes no more jobs, and ends those that wait. The one that runs goes on."""
+        """Refuses further jobs, and ends those in the queue, but not the one that runs."""
         with self._changed:
             self._is_closing = True
             for job in self._waiting:

@@ -1,4 +1,4 @@
-"""Opens the port, talks to the clients in a thread of its own, and ends when it is asked to."""
+"""Opens the port, runs the HTTP server in a thread, and ends it on SIGINT and SIGTERM."""
 
 from __future__ import annotations
 

@@ -211,13 +211,14 @@ def _conclusion(report: Report) -> str:
         return ""
     name = first.spec.written
     gain = f"{first.speedup:.2f}×"
+    caution = f" {_too_short(first)}" if first.is_too_short else ""
     if first.speedup <= 1:
-        conclusion = (
-            f"Nothing here is faster than plain decoding (ar); the best is {name} at {gain}."
+        return (
+            f"Nothing here is faster than plain decoding (ar); the best is {name} at "
+            f"{gain}.{caution}"
         )
-        return f"{conclusion} {_too_short(first)}" if first.is_too_short else conclusion
-    if first.is_too_short:
-        return f"{name} came first here: {gain} plain decoding (ar). {_too_short(first)}"
+    if caution:
+        return f"{name} came first here: {gain} plain decoding (ar).{caution}"
     if first.low is not None and first.low <= 1:
         unsure = f"{name} comes first at {gain}, but its interval reaches down to {first.low:.2f}×"
         return f"{unsure}: nothing here is clearly faster than plain decoding (ar)."

@@ -504,8 +504,8 @@ class Experts:
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Returns sigmoid(x); in float64 with bits that do not depend on where in `x` a number stands,
-    unlike torch's, which computes the last few numbers of a tensor by another function."""
+    """Returns sigmoid(x). In float64, equal numbers give equal bits. torch's own function computes
+    the last few numbers of a tensor in another way, so that theirs may differ."""
     return 1 / (1 + (-x).exp()) if x.dtype == torch.float64 else x.sigmoid()
 
 
