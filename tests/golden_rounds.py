@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import re
 import sys
 import tempfile
@@ -35,9 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 
 import specgen
+from specgen.testing.recorded_rounds import difference, figures_of
 
 FILE = Path(__file__).parent / "golden" / "rounds.json.gz"
-TOLERANCE = 1e-3  # of the sums, relative to the larger of 1 and the sum
 SPECIAL = ["<pad>", "<s>", "</s>"]
 MERGES = ["t h", "th e", "a b", "ab c", "Ġ c", "Ġ the", "= Ġ"]  # Ġ stands for a space
 CHARACTERS = (
@@ -87,8 +86,8 @@ bild:fallback=0.5:rollback=4:k=6 bild:policy=confidence
 joint:k=2 joint:k=3:beams=4 joint:k=3:nodes=16 spectr spectr:k=2:drafts=6
 spectr:policy=svip:drafts=2
 specinfer specinfer:k=3:drafts=2 specinfer:policy=confidence
-eesd:policy=cali-ts eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5
-eesd-fixed eesd-fixed:k=3 eesd-fixed:policy=svip
+eesd eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5 eesd-fixed eesd-fixed:k=3
+eesd-fixed:policy=svip
 eesd-fixed:cape=true eesd-beta eesd-beta:alpha=3:beta=2:max_draft=6 eesd-cali
 eesd-cali:sigma_model=0.1:sigma_sample=1
 eesd-tree eesd-tree:width=2:depth=3 eesd-tree:nodes=6 eesd-tree:policy=beta-ts
@@ -99,7 +98,7 @@ eagle:width=1:policy=adaptive:{COSTS}
 glide glide:k=3 glide:cape=true glide:policy=svip glide:policy=heuristic
 selfsd:skip=5+6a+7m selfsd:skip=3+4:k=6 selfsd:skip=2+9:policy=fixed:k=4 selfsd:skip=4m+8a:cape=true
 mtp block block:k=4:nodes=12 block:policy=confidence block:policy=adaptive:{COSTS}
-fly:k=15:window=4:entropy=0 eesd:{COSTS}
+fly:k=15:window=4:entropy=0
 """.split()
 FAMILY = f"""
 ar sd:k=4 sd:k=3:width=2 sd:width=3:depth=4:nodes=7 sd:cape=true svip:threshold=0.5
@@ -126,7 +125,7 @@ OPTIONS += ["--backend transformers", "--seed 7"]
 RUNS = [
     "svip",
     "eagle",
-    "eesd:policy=cali-ts",
+    "eesd",
     "lookup:k=6",
     "sd:k=3:width=2",
     "glide",
@@ -330,20 +329,6 @@ def cases() -> Iterator[tuple[str, str, list[str]]]:
     yield from ((f"demo session t={temperature}", "demo", []) for temperature in "01")
 
 
-def _round(line: dict[str, Any]) -> list[Any]:
-    parents = (
-        None if line["parents"] == list(range(-1, len(line["parents"]) - 1)) else line["parents"]
-    )
-    signals = [
-        line[name]
-        for name in ("entropies", "top_probs", "predicted", "overlap", "kl")
-        if name in line
-    ]
-    sums = [round(sum(value for value in values if value is not None), 4) for values in signals]
-    fields = [line[name] for name in ("accepted_ids", "token_id", "source", "stop_reason")]
-    return [line["mode"], line["draft_ids"], parents, *fields, sums]
-
-
 def run(case: str, pair: str, arguments: list[str], folder: Path) -> Any:
     """Runs a case and returns its rounds and summary, or its exit code and error message."""
     if not arguments:
@@ -359,7 +344,7 @@ def run(case: str, pair: str, arguments: list[str], folder: Path) -> Any:
         name: end[name]
         for name in ("finish_reason", "text", "target_passes", "drafted", "accepted")
     }
-    return {**summary, "rounds": [_round(line) for line in lines if line["type"] == "round"]}
+    return {**summary, "rounds": [figures_of(line) for line in lines if line["type"] == "round"]}
 
 
 def session(temperature: float) -> list[Any]:
@@ -389,38 +374,6 @@ def session(temperature: float) -> list[Any]:
             if index == 4:
                 pair.forget()
     return done
-
-
-def difference(old: Any, new: Any, where: str = "") -> str | None:
-    """The first place where two recordings differ; numbers with a fraction, those in texts
-    included, may differ a little."""
-    if isinstance(old, float) and isinstance(new, int | float):
-        return (
-            None
-            if math.isclose(old, new, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            else f"{where}: {old} → {new}"
-        )
-    if isinstance(old, str) and isinstance(new, str) and where.endswith("[6]"):  # a stop reason
-        apart = [re.split(r"(\d+\.\d+)", text) for text in (old, new)]
-        pairs = zip(apart[0][1::2], apart[1][1::2], strict=False)
-        # rounded otherwise
-        near = [
-            abs(float(a) - float(b)) < 1.5 * 10.0 ** (a.index(".") + 1 - len(a)) for a, b in pairs
-        ]
-        return None if apart[0][::2] == apart[1][::2] and all(near) else f"{where}: {old} → {new}"
-    if isinstance(new, dict) and "error" in new and "error" not in old:
-        return new["error"]
-    if isinstance(old, dict) and isinstance(new, dict) and list(old) == list(new):
-        # rounds before the summary
-        parts = [(f"{where} {key}".strip(), old[key], new[key]) for key in reversed(old)]
-    elif isinstance(old, list) and isinstance(new, list):
-        parts = [
-            (f"{where}[{index}]", *pair) for index, pair in enumerate(zip(old, new, strict=False))
-        ]
-        parts += [(f"{where} has other entries", len(old), len(new))]
-    else:
-        return None if old == new else f"{where}: {old} → {new}"
-    return next((found for part in parts if (found := difference(part[1], part[2], part[0]))), None)
 
 
 def main() -> int:

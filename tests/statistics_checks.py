@@ -1,17 +1,14 @@
-"""The exact distribution of a model's outputs, and the chi-square test of sampled outputs against
-it."""
+"""The chi-square test of sampled outputs against their exact distribution."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
 from contextlib import closing
 
 from scipy.stats import chi2
 
 from specgen.decoding.run import Run
-
-Distribution = dict[tuple[int, ...], float]
+from specgen.testing.enumeration import Distribution
 
 # One false alarm in 10,000 for each test. A total variation of 0.1 and more is certain to be found;
 # smaller errors are found by the enumerations of `test_enumeration.py`, and by more runs under `-m
@@ -32,33 +29,6 @@ def first_tokens(run: Run) -> tuple[int, ...]:
             if len(tokens) >= TOKENS:
                 break
     return tuple(tokens[:TOKENS])
-
-
-def output_distribution(
-    next_probs: Callable[[tuple[int, ...]], Sequence[float]],
-    length: int,
-    eos: Collection[int] = (),
-    start: Mapping[tuple[int, ...], float] | None = None,
-) -> Distribution:
-    """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes
-    first.
-
-    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start`
-    has the outputs to continue with their probabilities (None: the empty output).
-    """
-    found: Distribution = defaultdict(float)
-    unfinished = [*({(): 1.0} if start is None else start).items()]
-    while unfinished:
-        tokens, mass = unfinished.pop()
-        if len(tokens) >= length or (tokens and tokens[-1] in eos):
-            found[tokens] += mass
-        else:
-            unfinished += [
-                ((*tokens, token), mass * prob)
-                for token, prob in enumerate(next_probs(tokens))
-                if prob
-            ]
-    return dict(found)
 
 
 def p_value(counts: Counter[tuple[int, ...]], probs: Distribution) -> float:

@@ -18,7 +18,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pair_helpers import case_of, knowledge, pair_of_models
-from scripted_models import TableRunner, scripted_run
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
 from specgen.decoding.costs import FURTHER_TOKEN, CostTable, Curve, RoundCosts
@@ -42,6 +41,7 @@ from specgen.methods.learned_drafting import (
     LearnedCosts,
 )
 from specgen.pair.pair import Pair
+from specgen.testing.scripted_models import TableRunner, scripted_run
 from specgen.workers.worker import DraftWorker
 
 SURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}

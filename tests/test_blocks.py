@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 from families import make_model, model_of
 from runner_checks import path_to
-from scripted_models import scripted_run
 
 import specgen
 from specgen import demo, methods
@@ -31,6 +29,8 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.methods.base import DraftModelMethod, PartMethod, drafting_case
 from specgen.methods.drafting_knowledge import DraftingKnowledge
 from specgen.pair.pair import Pair
+from specgen.testing.enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
+from specgen.testing.scripted_models import scripted_run
 
 THREE = (3, 3)
 
@@ -75,7 +75,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sampling_is_lossless(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = RowTable(case, markov=kind == "markov", draws=kind != "likeliest")
-    assert distance(case, monkeypatch, draft) < ROUNDING
+    assert distance(case, draft) < ROUNDING
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
+from families import make_model, model_of, near_copy
+from runner_checks import every, uncached
+
+from specgen import methods
+from specgen.base.types import SamplingParams
+from specgen.decoding.parallel_costs import Window
+from specgen.engine.model_runner import ModelRunner
+from specgen.testing.enumeration import (
     PROMPT,
     ROUNDING,
     Case,
@@ -21,14 +28,7 @@ from enumeration import (
     states,
     total_variation,
 )
-from families import make_model, model_of, near_copy
-from runner_checks import every, uncached
-from scripted_models import scripted_run
-
-from specgen import methods
-from specgen.base.types import SamplingParams
-from specgen.decoding.parallel_costs import Window
-from specgen.engine.model_runner import ModelRunner
+from specgen.testing.scripted_models import scripted_run
 
 THREE = (3, 3)
 CHAINS = [  # the rejection sampler
@@ -74,7 +74,7 @@ POLICIES = [  # that read the drawn token or what was accepted before
         zero=True,
         seed=1,
     ),
-    Case("eesd", {"draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
+    Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
     # prompt lookup's drafts, which are not drawn, take turns with the draft model's
     Case("adaptive", {"draft_cost": 0.3, "verify_cost": 0.02, "max_draft": 2}, 5),
 ]
@@ -221,7 +221,7 @@ def test_every_lossless_method_has_a_case() -> None:
 
 @pytest.mark.parametrize("case", CHAINS, ids=str)
 def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
+    assert distance(case) < ROUNDING
 
 
 @pytest.mark.parametrize("method", ["sd", "pearl"])
@@ -231,15 +231,12 @@ def test_chains(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu(method: str, cuts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The method takes tensors for those of a GPU."""
     settings = {"k": 2} if method == "sd" else {"window": 2}
-    assert (
-        distance(Case(method, settings, 4, (4, 4), cuts, eos=(2,)), monkeypatch, on_gpu=True)
-        < ROUNDING
-    )
+    assert distance(Case(method, settings, 4, (4, 4), cuts, eos=(2,)), on_gpu=True) < ROUNDING
 
 
 @pytest.mark.parametrize("case", POLICIES, ids=str)
 def test_length_policies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
+    assert distance(case) < ROUNDING
 
 
 @pytest.mark.parametrize("case", [case for case in POLICIES if case.method == "adaptive"], ids=str)
@@ -276,17 +273,17 @@ def test_adaptive_decides_by_the_drawn_token_in_these_cases(case: Case) -> None:
 
 @pytest.mark.parametrize("case", every(2, PARALLEL), ids=str)
 def test_pearl(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
+    assert distance(case) < ROUNDING
 
 
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
+    assert distance(case) < ROUNDING
 
 
 @pytest.mark.parametrize("case", NGRAMS, ids=str)
 def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distance(case, monkeypatch) < ROUNDING
+    assert distance(case) < ROUNDING
 
 
 @pytest.mark.parametrize("settings", [{"k": 2}, {"k": 2, "width": 2}])

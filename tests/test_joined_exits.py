@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Paths, exact, states, total_variation
 from families import LETTERS, exit_tensors, make_model, make_tokenizer, save
-from scripted_models import scripted_run
 from torch import Tensor
 from training_helpers import objective, opened, packed, task_of
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -27,6 +25,8 @@ from specgen.engine.native.layer_files import EXIT_HEAD, FINAL_NORM
 from specgen.engine.native.native_model import NativeModel, load_native
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.own_layers import JOIN, JOIN_BIAS, VOCABULARY, ExitLayers, ExitWeights
+from specgen.testing.enumeration import PROMPT, ROUNDING, Paths, exact, states, total_variation
+from specgen.testing.scripted_models import scripted_run
 from specgen.train.corpus import Use
 from specgen.train.loop import Training
 from specgen.train.texts import Text

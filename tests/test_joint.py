@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 import torch
-from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 from specgen.base.errors import RunError
 from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
@@ -19,6 +18,7 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.lossy_verification import BildVerifier, FlyVerifier, JointLikelihoodVerifier
 from specgen.decoding.policy_base import Fixed
 from specgen.engine.model_runner import ModelOutput
+from specgen.testing.scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams(temperature=1.0)

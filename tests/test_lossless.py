@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_lengths import LENGTH_SETTINGS
 from families import (
     BACKENDS,
     CONTEXT,
@@ -24,7 +25,6 @@ from families import (
 )
 from pair_helpers import pair_of_models
 from runner_checks import HYBRID, LAYERED, RUN_BY, CountedLayers, four_layers
-from scripted_models import LENGTH_SETTINGS
 
 import specgen
 from specgen import methods
@@ -46,7 +46,7 @@ sd:width=4:nodes=8 sd:cape=true sd:width=2:policy=adaptive:{COSTS} spectr:policy
 pearl:policy=svip
 """.split()
 OF_LAYERS = f"""
-eesd:{COSTS} eesd-fixed eesd-fixed:policy=svip eesd-fixed:cape=true eesd-beta eesd-cali
+eesd eesd-fixed eesd-fixed:policy=svip eesd-fixed:cape=true eesd-beta eesd-cali
 eesd-cali:sampling_prediction=false
 eesd-cali:model_prediction=false eesd-tree:width=2 eesd-tree:width=3:theta0=1:sigma_model=0.001
 eesd-tree:width=3:nodes=7

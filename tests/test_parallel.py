@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_models import TableRunner, ids_of, scripted_run
 
 from specgen.base.types import Draft, Round, SamplingParams
 from specgen.decoding.parallel import Parallel, _joined
 from specgen.decoding.parallel_costs import Window
 from specgen.decoding.policy_base import DraftedToken, Fixed
 from specgen.pair.records import round_line
+from specgen.testing.scripted_models import TableRunner, ids_of, scripted_run
 from specgen.workers.worker import DraftWorker, WorkerDrafter
 
 

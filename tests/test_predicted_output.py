@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT as SHORT
-from enumeration import ROUNDING, InlineWorker, Paths, SmallRunner, State, exact, total_variation
-from scripted_models import scripted_run
 
 import specgen
 from specgen.base.errors import SpecgenError
@@ -20,6 +17,17 @@ from specgen.base.types import Context, SamplingParams
 from specgen.decoding.predicted_output import FIRST_LENGTH, LONGEST, PredictedOutput
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.pair.pair import Pair
+from specgen.testing.enumeration import PROMPT as SHORT
+from specgen.testing.enumeration import (
+    ROUNDING,
+    InlineWorker,
+    Paths,
+    SmallRunner,
+    State,
+    exact,
+    total_variation,
+)
+from specgen.testing.scripted_models import scripted_run
 
 PROMPT = "def fibonacci(n):"
 METHODS = """

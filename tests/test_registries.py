@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from scripted_models import TableRunner, ids_of, scripted_run
 from typer.testing import CliRunner
 
 from specgen import decoding, methods
@@ -24,6 +23,7 @@ from specgen.engine.parts import published_heads
 from specgen.methods.base import Method
 from specgen.methods.sd import SpeculativeDecoding
 from specgen.models import parts
+from specgen.testing.scripted_models import TableRunner, ids_of, scripted_run
 from specgen.tune import outcome
 
 

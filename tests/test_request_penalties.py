@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT as SHORT
-from enumeration import ROUNDING, Paths, SmallRunner, exact, states, total_variation
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import specgen
@@ -21,6 +19,8 @@ from specgen.base.types import Context, SamplingParams, TokenPenalties
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor, penalised_logits
 from specgen.pair.pair import Pair
+from specgen.testing.enumeration import PROMPT as SHORT
+from specgen.testing.enumeration import ROUNDING, Paths, SmallRunner, exact, states, total_variation
 
 PROMPT = "def fibonacci(n):"
 WIDTH = 9

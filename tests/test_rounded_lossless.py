@@ -17,16 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, InlineWorker, Paths, exact, states, total_variation
 from families import exit_layers_of, make_model, near_copy
 from runner_checks import four_layers
-from scripted_models import ids_of, scripted_run
 from statistics_checks import (
     LENGTH,
     SIGNIFICANCE,
     TOKENS,
     first_tokens,
-    output_distribution,
     p_value,
 )
 
@@ -39,6 +36,17 @@ from specgen.engine.native.config_reading import read_architecture, read_config
 from specgen.engine.native.native_model import NativeModel, load_native
 from specgen.engine.parts import own_layers
 from specgen.engine.parts.own_layers import ExitWeights
+from specgen.testing.enumeration import (
+    PROMPT,
+    ROUNDING,
+    InlineWorker,
+    Paths,
+    exact,
+    output_distribution,
+    states,
+    total_variation,
+)
+from specgen.testing.scripted_models import ids_of, scripted_run
 
 KINDS = ("int8", "int4")
 CHAIN, TREE, PEARL = "sd:k=3", "sd:k=2:width=2", "pearl:window=2"

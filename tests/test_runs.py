@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from draft_lengths import LENGTH_SETTINGS
 from families import BACKENDS, make_model, model_of, near_copy, save, with_exit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_checks import CountedLayers
-from scripted_models import LENGTH_SETTINGS, PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 
 import specgen
 from specgen.base.types import Round, SamplingParams, TokenStatus
@@ -25,6 +25,7 @@ from specgen.engine.transformers.transformers_model import TransformersModel
 from specgen.methods import METHODS
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair, Result
+from specgen.testing.scripted_models import PROMPT, VOCAB, TableRunner, ids_of, scripted_run
 from specgen.workers.worker import DraftWorker
 
 METHOD_NAMES = tuple(name for name, method in METHODS.items() if method.lossless)

@@ -12,7 +12,6 @@ import torch
 from families import EOS, make_model, save, with_exit
 from head_layouts import write_head
 from pair_helpers import pair_of_models
-from scripted_models import TableRunner
 from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 
 import specgen
@@ -24,6 +23,7 @@ from specgen.engine.model_runner import ModelRunner
 from specgen.methods.learned_drafting import Acceptance
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
+from specgen.testing.scripted_models import TableRunner
 from specgen.tune import remembered
 from specgen.tune.outcome import Deadline, grid
 from specgen.tune.remembered import DrawnRunner, MemoisedRunner

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ROUNDING, Case, distance
 from foreign_tokenizers import FILES, TEXT, settings_of
-from scripted_models import ids_of, scripted_run
 from tokenizer_helpers import LLAMA, load, write
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models
@@ -27,6 +25,8 @@ from specgen.engine.model_runner import TOKEN_BY_TOKEN, ModelOutput, SizedRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
 from specgen.engine.text.token_bytes import token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.testing.enumeration import ROUNDING, Case, distance
+from specgen.testing.scripted_models import ids_of, scripted_run
 
 TokenizerOf = Callable[[str], Tokenizer]
 
@@ -322,7 +322,7 @@ def test_samples_have_the_targets_distribution(
         return found
 
     monkeypatch.setattr(TextDrafter, "propose", counted)
-    assert distance(case, monkeypatch, tokenizers=(of_target, of_draft)) < ROUNDING
+    assert distance(case, tokenizers=(of_target, of_draft)) < ROUNDING
     assert max(drafted) > 1
 
 

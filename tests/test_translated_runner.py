@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 from pair_helpers import draft_here, runners
 from runner_checks import every, path_to, random_tree
 from tokenizer_helpers import LLAMA, load, write
@@ -28,6 +27,7 @@ from specgen.engine.text.tokenizer import Tokenizer
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation
 from specgen.pair.pair import Pair
+from specgen.testing.enumeration import PROMPT, ROUNDING, Case, SmallRunner, distance
 
 TARGET = {"a": 0, "b": 1, "ab": 2}
 # token 2 is the target's `a`, too; it lacks `ab`, and the target lacks `c`
@@ -140,7 +140,7 @@ def test_sampling_is_exactly_the_targets(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     translation = request.getfixturevalue("ending" if case.eos else "small")
-    assert distance(case, monkeypatch, runner_of(case.models[1], translation)) < ROUNDING
+    assert distance(case, runner_of(case.models[1], translation)) < ROUNDING
 
 
 def test_tokens_without_an_embedding_are_left_out(tmp_path: Path) -> None:

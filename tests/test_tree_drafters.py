@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.chain import ModelDrafter, further_candidates
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import DraftedToken, Fixed
 from specgen.decoding.tree import TopKTreeDrafter
+from specgen.testing.scripted_models import PROMPT, VOCAB, TableRunner, scripted_run
 
 Path = tuple[int, ...]
 EOS = VOCAB - 1

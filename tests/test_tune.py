@@ -33,8 +33,6 @@ from specgen.pair import profile as profiles
 from specgen.pair.pair import Pair
 from specgen.tune import tuner
 from specgen.tune.outcome import (
-    SEARCHED,
-    SIMPLE,
     Candidate,
     Deadline,
     Objective,
@@ -42,6 +40,8 @@ from specgen.tune.outcome import (
     TuningRequest,
     combinations,
     grid,
+    is_searched,
+    is_simple,
     nearest_to_default,
     plain_of,
     shortlist,
@@ -80,7 +80,7 @@ def request(readings: float, names: list[str] | None = None, **given: Any) -> Tu
     return TuningRequest(TEXTS, GREEDY, Deadline.after(readings, count().__next__), names, **given)
 
 
-@pytest.mark.parametrize("name", [*SIMPLE, *SEARCHED])
+@pytest.mark.parametrize("name", [*filter(is_simple, METHODS), *filter(is_searched, METHODS)])
 def test_every_candidate_is_a_setting_of_its_method(name: str) -> None:
     """Settings near the defaults come first: a search that is short of time has then tried other
     policies too."""

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ROUNDING, Paths, SmallRunner, exact
 from families import BACKENDS, make_model, model_of
 from runner_checks import uncached
-from scripted_models import PROMPT, TableRunner, scripted_run
 from statistics_checks import (
     LENGTH,
     SIGNIFICANCE,
     TOKENS,
     first_tokens,
-    output_distribution,
     p_value,
 )
 from transformers import (
@@ -35,6 +32,8 @@ from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import token_sampling
 from specgen.decoding.verification import GreedyVerifier, RejectionSampling
 from specgen.engine.model_runner import ModelOutput, ModelRunner
+from specgen.testing.enumeration import ROUNDING, Paths, SmallRunner, exact, output_distribution
+from specgen.testing.scripted_models import PROMPT, TableRunner, scripted_run
 from specgen.workers.worker import DraftWorker
 
 SAMPLING = SamplingParams(temperature=1.0)

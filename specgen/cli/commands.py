@@ -68,6 +68,9 @@ def command(name: str, *, shows_all: bool = True) -> Callable[..., None]:
     )
 
     def run(**values: Any) -> None:
+        from specgen.methods import outside
+
+        outside.search_current_folder()
         options = []
         for group in groups:
             own = {field.name: values[field.name] for field in options_of(group)}

@@ -259,7 +259,7 @@ def fastest_specs(
         speedups = {
             name: tuned.predicted
             for name, tuned in profile.methods.items()
-            if methods.find(name).lossless
+            if methods.is_known(name) and methods.find(name).lossless
         }
         names = sorted(speedups, key=lambda name: -speedups[name])
     runnable = (name for name in names if name != reference.name and obstacle(pair, name) is None)

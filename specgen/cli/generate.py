@@ -18,10 +18,16 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.types import LARGEST
+from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import Opening, show_what_decodes
+from specgen.cli.opening import (
+    chosen_method,
+    method_and_settings,
+    models_in_words,
+    open_pair,
+    show_overlap,
+)
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -33,7 +39,9 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
+    from specgen.methods.base import Choice
     from specgen.pair.pair import Pair
+    from specgen.pair.profile import Profile
 
 
 def generate(
@@ -48,7 +56,7 @@ def generate(
         _describe_method(asked.method, output)
         return
     params = sampling.params()
-    opening = Opening.of(asked.method, asked.settings, models, params)
+    choice = chosen_method(asked.method, asked.settings, models, params)
     _check_options(asked, output)
     prompts, prompt = _inputs(asked, output, models)
 
@@ -58,12 +66,22 @@ def generate(
         if output.trace is not None:
             trace = opened.enter_context(closing(TraceWriter(output.trace)))
         _say_what_is_lost(asked, output, err)
-        pair, profile = opening.open(err, quiet=output.quiet)
+        is_named = asked.method is not None
+        pair, profile = _open_pair(models, choice, params, err, output, is_named=is_named)
         opened.enter_context(pair)
 
         text = "" if prompt is None else _whole_text(prompt, err, quiet=output.quiet)
-        trial_text = prompts[0].text if prompts else text
-        name, settings, tuned = opening.decoding(pair, profile, trial_text, err, quiet=output.quiet)
+        name, settings, tuned = method_and_settings(
+            profile, choice.method.name if is_named else None, choice.given
+        )
+        if models.finds and profile is None and not is_named:
+            trial_text = prompts[0].text if prompts else text
+            from specgen.cli.drafter_trial import choose_found
+
+            name = choose_found(pair, trial_text, params, err, quiet=output.quiet)
+        draft = methods.find(name).draft_of(pair.models)
+        if tuned and models.finds and draft is not None:
+            tuned += f", drafted by {draft.name}"
 
         decoding = Decoding(name, settings, params, output)
         answers = _Answers(asked, pair, decoding, tuned, _where(pair, models), trace, err)
@@ -142,7 +160,7 @@ def _describe_method(written: str | None, output: GenerateOutput) -> None:
     from specgen.view.pair_report import method_card
 
     name = "" if written is None else methods.split(written)[0]
-    method = methods.find(name or methods.DEFAULT_METHOD)
+    method = methods.named(name or methods.DEFAULT_METHOD)
     method_card(theme.console(no_color=output.no_color), method)
 
 
@@ -160,6 +178,30 @@ def _inputs(
     inputs = [("--file", asked.file), ("--prompts", asked.prompts)]
     check_outputs({"--trace": output.trace}, inputs, models)
     return prompts, prompt
+
+
+def _open_pair(
+    models: DecodingGroup,
+    choice: Choice,
+    params: SamplingParams,
+    err: Console,
+    output: GenerateOutput,
+    *,
+    is_named: bool,
+) -> tuple[Pair, Profile | None]:
+    """Loads the models that the method needs, as `opening.open_pair`. A profile is looked for
+    unless the user gave settings."""
+    loading = choice.method.loading
+    return open_pair(
+        models,
+        err,
+        quiet=output.quiet,
+        drafts={loading.draft},
+        tuned_for=None if choice.given else params,
+        remembered=True,
+        find=loading.find,
+        is_method_named=is_named,
+    )
 
 
 def _whole_text(prompt: PromptInput, err: Console, *, quiet: bool) -> str:
@@ -197,7 +239,11 @@ def _say_what_decodes(pair: Pair, decoding: Decoding, err: Console) -> None:
     model can draft; nothing with --quiet."""
     if decoding.output.quiet:
         return
-    show_what_decodes(pair, decoding.name, decoding.settings, err)
+    draft = methods.find(decoding.name).draft_of(pair.models)
+    models = models_in_words(pair, with_draft=draft is not None)
+    err.print(Text(f"{models}, {decoding.name}", "quiet"), soft_wrap=True)
+    if draft is not None and decoding.settings.get("translation") != "text":
+        show_overlap(pair, err)
 
 
 def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:

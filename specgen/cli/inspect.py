@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
@@ -46,11 +47,23 @@ def inspect(
     elif not asked.list_methods:
         _inspect_pair(models, output, measure=pair.measure)
     else:
-        for method in methods.METHODS.values():
-            if output.json:
-                print_json(view.method_line(method))
-            else:
-                view.method_card(theme.console(no_color=output.no_color), method)
+        _list_methods(output)
+
+
+def _list_methods(output: OutputOptions) -> None:
+    """Describes our methods and those of installed packages. A line on standard error says which of
+    those cannot be used."""
+    err = theme.console(stderr=True, no_color=output.no_color)
+
+    def note(text: str) -> None:
+        if not output.quiet:
+            err.print(Text(f"note: {text}", "quiet"), soft_wrap=True)
+
+    for method in methods.listed(note):
+        if output.json:
+            print_json(view.method_line(method))
+        else:
+            view.method_card(theme.console(no_color=output.no_color), method)
 
 
 def _check(

@@ -174,8 +174,8 @@ GENERATE_ROWS: Rows = {
     "method": (
         "-m NAME",
         (
-            "The decoding method (specgen inspect --methods lists them). Default: the tuned "
-            "one, else adaptive."
+            "The decoding method (inspect --methods lists them), or your package.module:Class. "
+            "Default: the tuned one, else adaptive."
         ),
     ),
     "file": (
@@ -208,7 +208,7 @@ COMPARE_ROWS: Rows = {
     "methods": (
         "-m LIST",
         "Methods separated by commas, settings after the name: "
-        "svip,sd:k=8,lookup:policy=beta-ts. Default: up to six that are "
+        "svip,sd:k=8,lookup:policy=beta-ts,package.module:Class. Default: up to six that are "
         "likely to be fast here; all: every one. "
         "transformers and transformers-assisted are baselines, on a CPU in float32 and, if the "
         "target is stored in 16 bits, in its dtype too.",

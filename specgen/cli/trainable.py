@@ -72,7 +72,7 @@ def part_of(tuning: TuneOptions, models: ModelGroup) -> Trainable:
     named = {name.strip() for name in (tuning.methods or "eesd").split(",")}
     names = {"eesd" if name.startswith("eesd") else name for name in named}
     for name in sorted(names - TRAINABLE.keys()):
-        methods.find(name)  # an unknown name gets its own message
+        methods.named(name)  # an unknown name gets its own message
         trainable = ", ".join(f"{part.name} ({part.method})" for part in TRAINABLE.values())
         raise SpecgenError(
             f"{name} has nothing to train", f"Name with --methods what to train: {trainable}"

@@ -159,8 +159,16 @@ def _names(option: str | None) -> list[str] | None:
     """Returns the names of the methods in the value of --methods; None if it is not given."""
     if option is None:
         return None
-    chosen = [methods.find(name.strip()) for name in option.split(",")]
-    return list(dict.fromkeys(method.alias_of or method.name for method in chosen))
+    names = []
+    for written in option.split(","):
+        method, settings = methods.given(written)
+        if settings:
+            raise SpecgenError(
+                f"--methods has settings: {written.strip()}",
+                f"tune chooses them: --methods {method.name}",
+            )
+        names.append(method.alias_of or method.name)
+    return list(dict.fromkeys(names))
 
 
 def _earlier_profile(

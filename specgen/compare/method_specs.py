@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specgen import methods
-from specgen.base.errors import SpecgenError, nearest
+from specgen.base.errors import SpecgenError
 from specgen.base.settings import Value
 from specgen.compare.baselines import BASELINES
-from specgen.methods import METHODS, Choice
+from specgen.methods import Choice
 
 if TYPE_CHECKING:
     from specgen.engine.loaded_model import LoadedModel
@@ -72,8 +72,9 @@ class MethodSpec:
         return not self.is_baseline and not self.choice.method.drafts_trees(self.choice.settings)
 
 
-def parse_spec(written: str) -> MethodSpec:
-    """Parses one method with its settings.
+def parse_spec(written: str, *, is_named: bool = True) -> MethodSpec:
+    """Parses one method with its settings. Unless it `is_named` by the user, no module is imported
+    for it.
 
     Raises SpecgenError for an unknown method, a setting that is not written NAME=VALUE or that the
     method does not have, a value out of range, settings that exclude each other, and
@@ -81,12 +82,8 @@ def parse_spec(written: str) -> MethodSpec:
     """
     written = written.strip()
     name, given = methods.split(written)
-    method = BASELINES.get(name) or METHODS.get(name) or methods.ALIASES.get(name)
-    if method is None:
-        raise SpecgenError(
-            f"there is no method {name!r}{nearest(name, [*METHODS, *BASELINES])}",
-            f"All of them: {methods.ALL_METHODS}; from transformers: {', '.join(BASELINES)}",
-        )
+    find = methods.named if is_named else methods.find
+    method = BASELINES.get(name) or find(name, others=BASELINES)
     choice = Choice(method, given, methods.resolve(method, given))
     if choice.settings.values.get("history"):
         raise SpecgenError(
@@ -129,7 +126,7 @@ def parse_specs(texts: Sequence[str]) -> list[MethodSpec]:
     """Parses comma-separated lists of methods; without any, `methods.USUAL`. `all` means every
     specgen method but yardsticks (slow methods that only serve as a reference). Plain decoding
     always comes first; a method that is given twice is kept once. Raises as `parse_spec`."""
-    every = [method.name for method in METHODS.values() if not method.tuning.is_yardstick]
+    every = [method.name for method in methods.OURS if not method.tuning.is_yardstick]
     written = [REFERENCE]
     if not texts:
         written += methods.USUAL

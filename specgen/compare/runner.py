@@ -69,7 +69,7 @@ class RecordedComparison:
         Raises SpecgenError as `parse_spec`.
         """
         written = [REFERENCE, *(str(run.start["spec"]) for run, _ in self.runs)]
-        return [parse_spec(method) for method in dict.fromkeys(written)]
+        return [parse_spec(method, is_named=False) for method in dict.fromkeys(written)]
 
     def has(self, figure: str) -> bool:
         """Whether any run's summary line has a value for the key `figure`, such as `perplexity`."""

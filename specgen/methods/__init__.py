@@ -1,19 +1,21 @@
 """The decoding methods and the length policies, in the order in which they are listed, and how
 their settings are read.
 
-To add a method or a length policy, write it in a file of this package, and list it in `_METHODS` or
-`_POLICIES`; `.github/CONTRIBUTING.md` says which tests it needs. Imports no torch.
+To add a method or a length policy, write it in a file of this package, and list it in `OURS` or
+`_POLICIES`; `.github/CONTRIBUTING.md` says which tests it needs. Methods of other packages are in
+`METHODS` from when they are loaded (see `outside`). Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
+from specgen.methods import outside
 from specgen.methods.adaptive import Adaptive, AdaptiveMethod
 from specgen.methods.base import ADAPTIVE, Choice, Grid, Method
 from specgen.methods.bild import BiLD
@@ -45,12 +47,12 @@ from specgen.methods.transformers_policies import (
     HeuristicMethod,
 )
 
-__all__ = ["ADAPTIVE", "METHODS", "POLICIES", "Choice", "Method", "find", "resolve"]
+__all__ = ["ADAPTIVE", "METHODS", "POLICIES", "Choice", "Method", "find", "named", "resolve"]
 
 DEFAULT_METHOD = "adaptive"  # if neither the user nor a saved tuning result (profile) names one
 ALL_METHODS = "specgen inspect --methods"
 
-_METHODS: list[Method] = [
+OURS: Sequence[Method] = [
     PlainDecoding(),
     SpeculativeDecoding(),
     HeuristicMethod(),
@@ -89,7 +91,10 @@ _POLICIES: list[type[LengthPolicy]] = [
     Adaptive,
 ]
 
-METHODS: Mapping[str, Method] = {method.name: method for method in _METHODS}
+_BUILT_IN = {method.name: method for method in OURS}
+_known = dict(_BUILT_IN)
+# ours, and those from outside that were loaded
+METHODS: Mapping[str, Method] = _known
 # found by name, and listed nowhere
 ALIASES: Mapping[str, Method] = {method.name: method for method in _OLDER}
 POLICIES: Mapping[str, type[LengthPolicy]] = {policy.name: policy for policy in _POLICIES}
@@ -112,24 +117,104 @@ USUAL = (
 )
 
 
-def find(name: str) -> Method:
-    """Returns the method `name`. If there is none, raises SpecgenError, which suggests a method
-    with a similar name."""
+def find(name: str, *, others: Collection[str] = ()) -> Method:
+    """Returns the method `name`: one of ours, one that was loaded, or one of an installed package,
+    which is loaded.
+
+    If there is none, raises SpecgenError, which suggests a method with a similar name; `others` are
+    names that the caller knows besides. Also raises it if the method of a package is wrong.
+    """
     method = METHODS.get(name) or ALIASES.get(name)
-    if method is None:
+    if method is not None:
+        return method
+    if name in outside.installed():
+        return _keep(outside.load_installed(name))
+    if outside.is_reference(name):
         raise SpecgenError(
-            f"there is no method {name!r}{nearest(name, METHODS)}", f"All of them: {ALL_METHODS}"
+            f"the method {name} is not loaded", f"Only naming it runs its module: -m {name}"
         )
+    hint = f"All of them: {ALL_METHODS}"
+    if others:
+        hint += f"; from transformers: {', '.join(others)}"
+    raise SpecgenError(f"there is no method {name!r}{nearest(name, [*METHODS, *others])}", hint)
+
+
+def named(name: str, *, others: Collection[str] = ()) -> Method:
+    """Returns the method that the user names, as `find`; also a class, `package.module:Class`,
+    whose module is imported.
+
+    Raises SpecgenError as `find` and `outside.load`, and if a package offers another method under
+    the name of one of ours.
+    """
+    if outside.is_reference(name) and not outside.is_local(name):
+        return _keep(outside.load(name))
+    problem = outside.clash(name) if name in _BUILT_IN or name in ALIASES else None
+    if problem is not None:
+        raise problem
+    return find(name, others=others)
+
+
+def given(method: str | type[Method]) -> tuple[Method, Mapping[str, str]]:
+    """Returns a method that is given by name or as a class, and the settings behind its name, not
+    yet checked. Raises SpecgenError as `named` and `split`, and for a class that is no complete
+    method."""
+    if not isinstance(method, type):
+        name, settings = split(str(method))
+        return named(name), settings
+    for ours in (*OURS, *_OLDER):
+        if type(ours) is method:
+            return ours, {}
+    return _keep(outside.made(method, outside.reference_of(method))), {}
+
+
+def is_known(name: str) -> bool:
+    """Whether `find` knows the method without importing a module that only the user may name."""
+    return name in METHODS or name in ALIASES or name in outside.installed()
+
+
+def _keep(method: Method) -> Method:
+    """Returns the method that is known by the name of `method` from now on: itself, unless one of
+    the same class is known. Raises SpecgenError if its length policy is unknown."""
+    known = METHODS.get(method.name)
+    if known is not None and type(known) is type(method):
+        return known
+    if method.policy is not None and method.policy not in POLICIES:
+        raise SpecgenError(
+            f"{method.name}: there is no length policy {method.policy!r}"
+            f"{nearest(method.policy, POLICIES)}",
+            f"There are {', '.join(POLICIES)}; one of your own is made in start",
+        )
+    _known[method.name] = method
     return method
+
+
+def listed(note: Callable[[str], None]) -> list[Method]:
+    """Returns our methods and those of installed packages. Tells `note` which of those cannot be
+    used, and why."""
+    every = [*OURS]
+    for name in outside.installed():
+        problem = outside.clash(name) if name in _BUILT_IN or name in ALIASES else None
+        try:
+            if problem is not None:
+                raise problem
+            every.append(find(name))
+        except SpecgenError as error:
+            note(str(error))
+    return every
 
 
 def split(written: str) -> tuple[str, dict[str, str]]:
     """Splits text such as `svip:threshold=0.4:max_draft=12` into a method's name and the settings
     by name, not yet checked.
 
-    Raises SpecgenError for a setting that is not written NAME=VALUE.
+    A name without `=` after the first colon belongs to the method's name, unless this is one of
+    ours: `package.module:Class:k=5`. Raises SpecgenError for a setting that is not written
+    NAME=VALUE.
     """
     name, *pairs = (part.strip() for part in written.strip().split(":"))
+    is_ours = name in _BUILT_IN or name in ALIASES
+    if pairs and outside.is_class_name(pairs[0]) and not is_ours:
+        name = f"{name}:{pairs.pop(0)}"
     settings: dict[str, str] = {}
     for pair in pairs:
         setting, equals, value = (part.strip() for part in pair.partition("="))
@@ -187,11 +272,11 @@ def unmeasured_settings(method: Method) -> dict[str, Value]:
 
 def tuned_grids(method: Method) -> Sequence[Grid]:
     """Returns the values of settings that tuning tries: those in `Tuning.grids`; without any, those
-    that the settings of the method's length policy list (`Setting.tuned`)."""
+    that the settings of the method's length policy list (`Setting.tuned`), or the method's own
+    settings if it has no policy."""
     if method.tuning.grids is not None:
         return method.tuning.grids
-    assert method.policy is not None
-    settings = POLICIES[method.policy].settings
+    settings = method.settings if method.policy is None else POLICIES[method.policy].settings
     return [{name: setting.tuned for name, setting in settings.items() if setting.tuned}]
 
 
@@ -214,10 +299,10 @@ def resolve(
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown
     setting or an invalid value.
 
-    A setting without a `policy` may select one: see `Method.policy_by_setting`. `has_predictor`
-    says whether the exit layer has an acceptance predictor; for some methods this decides the
-    length policy if the user names none. With None (not known yet) the settings of both possible
-    policies are accepted.
+    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which
+    has no `k`. `has_predictor` says whether the exit layer has an acceptance predictor; for some
+    methods this decides the length policy if the user names none. With None (not known yet) the
+    settings of both possible policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -250,9 +335,8 @@ def _take_policy(
 
     Takes the setting `policy` out of `wanted`, where users may choose it.
     """
-    for name, policy in method.policy_by_setting.items():
-        if name in wanted:
-            wanted.setdefault("policy", policy)
+    if method.k_alone and "k" in wanted:
+        wanted.setdefault("policy", Fixed.name)
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
@@ -281,7 +365,7 @@ def _unknown_setting(
     combination = method.name
     if policy != method.policy:
         combination = f"{method.name} with policy={policy}"
-    settable = [*_settable(method, known), *method.policy_by_setting]
+    settable = [*_settable(method, known), *(["k"] if method.k_alone else [])]
     hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
     return SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
 

@@ -35,7 +35,6 @@ DRAFT_MODEL = "draft model"
 SKIPPED_LAYERS = "skipped layers"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
-FIXED = "fixed"  # the length policy with drafts of `k` tokens
 # new tokens for which KV caches are allocated before a run, at most: they grow if it generates more
 RESERVED = 4096
 
@@ -153,7 +152,8 @@ class Method:
     """A decoding method. There is one instance of each, in `methods.METHODS` or, under an older
     name, in `methods.ALIASES`; it has no state.
 
-    `name` is what users write, `paper` names the source. `needs` is what the method drafts with:
+    `name` is what users write; a class from outside of this package gets it when it is loaded.
+    `paper` names the source. `needs` is what the method drafts with:
     `NOTHING`, `DRAFT_MODEL`, `SKIPPED_LAYERS`, or the kind of a trained part: `EXIT` or one of
     `HEADS`. `settings` are the method's own, besides its length policy's. `policy` names the length
     policy (the rule that ends drafts); None: no policy ends a draft. If `any_policy`, users may
@@ -170,7 +170,7 @@ class Method:
     nothing has.
     """
 
-    name: ClassVar[str] = ""
+    name: str = ""
     paper: ClassVar[str] = ""
     needs: ClassVar[str] = NOTHING
     settings: ClassVar[Mapping[str, Setting]] = {}
@@ -184,7 +184,7 @@ class Method:
     is_parallel: ClassVar[bool] = False
     grows_trees: ClassVar[bool] = False
     decodes_greedily: ClassVar[bool] = False
-    alias_of: ClassVar[str] = ""
+    alias_of: str = ""
     unmeasured: ClassVar[Mapping[str, Value]] = {}
     needed_part: ClassVar[str] = ""
     loading: ClassVar[Loading] = Loading()
@@ -263,11 +263,10 @@ class Method:
         return settings.drafts_tree or bool(settings.values.get("cape"))
 
     @property
-    def policy_by_setting(self) -> Mapping[str, str]:
-        """The length policy that a setting selects if it is given without `policy`, by the
-        setting's name: `k` selects `fixed` if the method's own policy is `adaptive`, which has no
-        `k`."""
-        return {"k": FIXED} if self.any_policy and self.policy == ADAPTIVE else {}
+    def k_alone(self) -> bool:
+        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the
+        method's own, `adaptive`, has no `k`."""
+        return self.any_policy and self.policy == ADAPTIVE
 
     def without_part(self, target: str | None) -> SpecgenError:
         """Returns the error to raise if what the method drafts with is missing. Only for methods

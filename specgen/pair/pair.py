@@ -12,7 +12,7 @@ from specgen.base.part_kinds import DEFAULT_PART
 from specgen.base.types import Round, SamplingParams
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.run import Run
-from specgen.methods.base import Request
+from specgen.methods.base import Method, Request
 from specgen.models.loaded_models import LoadedModels
 from specgen.pair.figures import Figures
 from specgen.pair.profile_search import find as find_profile
@@ -87,7 +87,7 @@ class Pair:
     def rounds(
         self,
         prompt: Prompt,
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         sampling: SamplingParams | None = None,
         *,
         record: bool = False,
@@ -96,7 +96,8 @@ class Pair:
         """Decodes, and yields each round: one target pass with the draft that it verified.
 
         `prompt` is text, token ids, or messages for the model's chat template: dictionaries with
-        `role` and `content`. `method` None takes the method and the settings of the tuned profile
+        `role` and `content`. `method` may be a class, or name one as `package.module:Class`, whose
+        module is then imported. None takes the method and the settings of the tuned profile
         that fits the pair and the sampling (see `load`), else, and with settings, the default
         method. `sampling` None is greedy decoding. `settings` are the method's, and fields of
         `sampling` by name. `record` adds to each round how close the target's and the draft's
@@ -110,7 +111,7 @@ class Pair:
     def generate(
         self,
         prompt: Prompt,
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         sampling: SamplingParams | None = None,
         *,
         perplexity: bool = False,
@@ -122,7 +123,7 @@ class Pair:
     def generate(
         self,
         prompt: list[str] | Sequence[list[int]] | Sequence[Sequence[Mapping[str, str]]],
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         sampling: SamplingParams | None = None,
         *,
         perplexity: bool = False,
@@ -133,7 +134,7 @@ class Pair:
     def generate(
         self,
         prompt: Any,
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         sampling: SamplingParams | None = None,
         *,
         perplexity: bool = False,
@@ -170,7 +171,7 @@ class Pair:
     def request(
         self,
         prompt: Prompt,
-        method: str | None = None,
+        method: str | type[Method] | None = None,
         sampling: SamplingParams | None = None,
         *,
         record: bool = False,
@@ -185,14 +186,13 @@ class Pair:
         profile = self._profile_of_call(sampling, settings) if method is None else None
         written: Mapping[str, object]
         if method is not None:
-            name, written = methods.split(str(method))
+            chosen, written = methods.given(method)
         elif profile is not None:
-            name = profile.chosen.method
+            chosen = methods.find(profile.chosen.method)
             written = profile.chosen.settings
         else:
-            name = methods.DEFAULT_METHOD
+            chosen = methods.find(methods.DEFAULT_METHOD)
             written = {}
-        chosen = methods.find(name)
         settings = {**written, **settings}
         exit_name = str(settings.get("exit", DEFAULT_PART))
         with self.lock:  # it may load the part

@@ -28,6 +28,7 @@ from specgen.base.files import write_whole
 from specgen.base.settings import Value
 from specgen.base.types import FILTERS, QUANTISED, SamplingParams, TuningVerdict
 from specgen.decoding.costs import RoundCosts
+from specgen.methods.outside import is_reference
 from specgen.pair.profile_place import FILE, Conditions, flat, with_rounded_draft
 
 TUNE_AGAIN = "Tune again: specgen tune"
@@ -131,12 +132,15 @@ class Profile(_StrictModel):
 
     @model_validator(mode="after")
     def _is_known(self) -> Profile:
-        """Refuses settings that methods do not have."""
+        """Refuses settings that methods do not have. Those of a class from outside that is not
+        loaded are not known: a profile is no reason to run a module."""
         tuned = [
             (self.chosen.method, self.chosen.settings),
             *((name, entry.settings) for name, entry in self.methods.items()),
         ]
         for name, settings in tuned:
+            if not methods.is_known(name) and is_reference(name):
+                continue
             try:
                 methods.resolve(methods.find(name), settings)
             except SpecgenError as error:

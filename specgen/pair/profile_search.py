@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.files import EXIT_WEIGHTS
 from specgen.pair.profile_place import FILE, LoadedPair, default_folder, profile_key_of
@@ -51,6 +52,12 @@ def find(
         if folder is not None:
             raise
         return None, f"{error.message}; it is not used. {error.hint}"
+    chosen = profile.chosen.method
+    if not methods.is_known(chosen):
+        return (
+            None,
+            f"the profile {path} chose {chosen}, which runs only where it is named: -m {chosen}",
+        )
     why = profile.mismatch_with(key, sampling, any_draft_dtype=any_draft_dtype)
     if why is None:
         return profile, ""

@@ -142,15 +142,17 @@ class TuningObserver(Protocol):
     def done(self, what: str) -> None: ...
 
 
-# The methods whose drafts are chains of one drafter: drafts of the same length cost the same for
-# all with one `cost_kind`, so one timing serves all. For the methods in `SEARCHED`, rounds are
-# timed for each shape of a tree, of several drafts or of beams.
-SIMPLE = tuple(name for name, method in METHODS.items() if method.tuning.recorded)
-SEARCHED = tuple(
-    name
-    for name, method in METHODS.items()
-    if not method.tuning.recorded and method.tuning.grids != ()
-)
+def is_simple(name: str) -> bool:
+    """Whether the method's drafts are chains of one drafter: drafts of the same length cost the
+    same for all with one `cost_kind`, so one timing serves all."""
+    return METHODS[name].tuning.recorded
+
+
+def is_searched(name: str) -> bool:
+    """Whether the method's rounds are timed for each shape of a tree, of several drafts or of
+    beams."""
+    tuning = METHODS[name].tuning
+    return not tuning.recorded and tuning.grids != ()
 
 
 def grid(name: str) -> list[GivenSettings]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from specgen.methods import DEFAULT_METHOD, METHODS, USUAL
-from specgen.tune.outcome import PLAIN, SIMPLE
+from specgen.tune.outcome import PLAIN, is_simple
 
 if TYPE_CHECKING:
     from specgen.base.settings import Value
@@ -36,7 +36,7 @@ def likeliest(names: Collection[str], named: Collection[str]) -> list[str]:
     chosen = dict[str, str]()  # by what drafts, if none is named
     for name in dict.fromkeys(usual):
         method = METHODS[name]
-        is_light = method.head or name in SIMPLE
+        is_light = method.head or is_simple(name)
         if named and name in named:
             chosen[name] = name
         elif not named and method.lossless and is_light and not method.is_parallel:
@@ -80,7 +80,7 @@ class Prospects:
         Simulations of methods whose drafts are no chains run the models, so for these the first
         settings decide.
         """
-        return self._strikes[name] >= (STRIKES if name in SIMPLE else 1)
+        return self._strikes[name] >= (STRIKES if is_simple(name) else 1)
 
     def floor(self, name: str) -> float:
         """Returns the speedup below which settings of the method are far behind: `BEHIND` times the
@@ -91,7 +91,7 @@ class Prospects:
         settings were simulated. So every such method has settings, for users and engines that want
         this method.
         """
-        if name == PLAIN or (name in SIMPLE and name not in self._best_of):
+        if name == PLAIN or (is_simple(name) and name not in self._best_of):
             return 0.0
         return BEHIND * (self._best_of.get(name, 0.0) if name in self._named else self._best)
 
@@ -115,6 +115,6 @@ class Prospects:
         """Whether a simulation with these figures so far is far behind, even with `SLACK` more
         tokens in the same time; `LARGER_SLACK` for a method whose drafts are chains."""
         seconds = figures.seconds - figures.phase_seconds["prefill"]
-        slack = LARGER_SLACK if name in SIMPLE else SLACK
+        slack = LARGER_SLACK if is_simple(name) else SLACK
         tokens = figures.new_tokens + slack
         return seconds > 0 and tokens * self._token_seconds / seconds < self.floor(name)

@@ -34,13 +34,13 @@ from specgen.methods.skip_search import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, sear
 from specgen.tune.outcome import (
     AS_FAST,
     PLAIN,
-    SEARCHED,
     SHORTLIST_SIZE,
-    SIMPLE,
     Candidate,
     TuningOutcome,
     combinations,
     grid,
+    is_searched,
+    is_simple,
     nearest_to_default,
     plain_of,
     shortlist,
@@ -183,11 +183,11 @@ class Tuner:
         """Returns which of the requested methods can be tuned for this pair, plain decoding
         included. Raises as `check_named`."""
         names = self.request.names
+        ours = [method.name for method in methods.OURS]
         wanted = [
             name
             for name in METHODS
-            if name == PLAIN
-            or (name in (names or METHODS) and not METHODS[name].tuning.is_yardstick)
+            if name == PLAIN or (name in (names or ours) and not METHODS[name].tuning.is_yardstick)
         ]
         for name in wanted:
             reason = self._obstacle(name)
@@ -198,7 +198,7 @@ class Tuner:
 
     def _obstacle(self, name: str) -> str | None:
         method = METHODS[name]
-        if name not in (*SIMPLE, *SEARCHED) and self.request.names is None:
+        if not (is_simple(name) or is_searched(name)) and self.request.names is None:
             return f"its layers are searched for only with --methods {name}"
         part = method.needs if method.needs_exit_layer else method.head
         if part and name not in (self.request.names or ()):
@@ -338,7 +338,7 @@ class Tuner:
         """
         sampling = self.request.sampling
         observer = self.observer
-        kind_of = {name: METHODS[name].tuning.cost_kind for name in names if name in SIMPLE}
+        kind_of = {name: METHODS[name].tuning.cost_kind for name in names if is_simple(name)}
         kinds = list(dict.fromkeys(["echo", *kind_of.values()]))
         costs, failures = measure_costs(
             pair, kinds, references, sampling, deadline.share(COSTS), observer.doing
@@ -505,7 +505,7 @@ class Tuner:
     ) -> Candidate | None:
         """Simulates the settings. Returns None if they turn out to be far behind, or if the time is
         up in a simulation that runs the models."""
-        runs_models = name not in SIMPLE
+        runs_models = not is_simple(name)
 
         def goes_on(figures: Figures) -> bool:
             return not prospects.is_behind(name, figures) and not (
@@ -534,7 +534,7 @@ class Tuner:
         deadline = self.request.deadline
         prompts = len(simulator.references)
         numbers = range(0, prompts, max(1, prompts // SEARCH_PROMPTS))[:SEARCH_PROMPTS]
-        chains = {name: grid(name) for name in names if name in SIMPLE}
+        chains = {name: grid(name) for name in names if is_simple(name)}
         shapes = _shapes(names, further_heads(simulator.pair))
         prospects = self._prospects(simulator)
         tried = self.search(simulator, chains, deadline.share(SIMULATION), prospects)
@@ -705,9 +705,9 @@ def _shapes(
     that draft with a head also try the further `heads` of its kind."""
     shapes = {}
     for name in names:
-        if name in SIMPLE:
+        if is_simple(name):
             shapes[name] = combinations(METHODS[name].tuning.shapes)
-        if name in SEARCHED:
+        if is_searched(name):
             further = ({}, *heads.get(METHODS[name].head, ()))
             shapes[name] = [{**head, **settings} for settings in grid(name) for head in further]
     return {name: settings for name, settings in shapes.items() if settings}
@@ -806,7 +806,7 @@ def _in_turn(grids: Grids) -> list[tuple[str, GivenSettings]]:
 
 def _defaults(name: str) -> GivenSettings:
     """Returns the method's default settings, written as in its grid if they are in it."""
-    first = grid(name)[0] if name in SIMPLE or name in SEARCHED else {}
+    first = grid(name)[0] if is_simple(name) or is_searched(name) else {}
     return {} if methods.distance_from_defaults(METHODS[name], first) else first
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from mmap import mmap
@@ -121,15 +121,18 @@ class DraftProcess:
         """Sends a request to call the function `name` of `server.DraftServer`, and does not wait
         for the answer.
 
-        Returns the request's serial number. Raises RunError if the worker has ended.
+        Returns the request's serial number. Raises RunError if the worker has ended, and
+        SpecgenError if an argument cannot be pickled: a length policy from outside of this package.
         """
-        self._serial += 1
+        serial = self._serial + 1
+        message = _pickled((serial, name, arguments))
+        self._serial = serial  # of a message that is sent: the worker counts them too
         with self._exchange():
             # if unread answers filled the connection, both processes would wait for ever
             while self._connection.poll():
                 self._read_answer()
             # `send` would pass tensors by files
-            self._connection.send_bytes(pickle.dumps((self._serial, name, arguments)))
+            self._connection.send_bytes(message)
             self._words[ASKED] = self._serial
         return self._serial
 
@@ -208,6 +211,23 @@ class DraftProcess:
         last = next((f": {line.strip()[:160]}" for line in reversed(lines) if line.strip()), "")
         self.close()
         return RunError(f"the draft worker is gone ({why}{last})", WITHOUT)
+
+
+def _pickled(request: tuple[int, str, Sequence[object]]) -> bytes:
+    try:
+        return pickle.dumps(request)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise not_sent(error) from error
+
+
+def not_sent(error: Exception) -> SpecgenError:
+    """Returns the error to raise if a length policy, or what it holds, cannot be sent to the draft
+    worker, whose process imports the same modules, but not the user's script."""
+    why = " ".join(str(error).split())[:200]
+    return SpecgenError(
+        f"the length policy cannot be sent to the draft worker: {why}",
+        "Define its class in a module that can be imported, and keep no functions or models in it",
+    )
 
 
 def cannot_start(error: OSError) -> RunError:

@@ -37,6 +37,7 @@ from specgen.workers.process import (
     DRAFTED,
     MOST_SHOWN,
     TOKEN_BITS,
+    not_sent,
     shared_words,
     watch,
 )
@@ -269,14 +270,24 @@ def serve(connection: Connection, memory: int) -> None:
         while True:
             if name == "draft":
                 watch(is_asked)  # `recv` would let this process sleep
-            serial, name, arguments = connection.recv()
+            message = connection.recv_bytes()
+            serial += 1  # of a message that cannot be read
+            name = ""
             try:
+                serial, name, arguments = _unpickled(message)
                 answer = getattr(server, name)(*arguments)
             except Exception as error:  # noqa: BLE001  every failure is reported to the pair
                 traceback.print_exc()
                 answer = _reportable(error)
             connection.send_bytes(pickle.dumps((serial, answer)))
             words[ANSWERED] = serial
+
+
+def _unpickled(message: bytes) -> Any:
+    try:
+        return pickle.loads(message)  # noqa: S301  of the parent process
+    except (ImportError, AttributeError) as error:
+        raise not_sent(error) from error
 
 
 def _reportable(error: Exception) -> SpecgenError:

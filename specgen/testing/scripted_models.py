@@ -1,5 +1,5 @@
 """A model runner and an acceptance predictor whose outputs are known, for tests of drafters,
-verifiers and complete runs."""
+verifiers and complete runs: models of a few tokens, whose passes cost nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from specgen import methods
 from specgen.base.types import Context, Round, SamplingParams
 from specgen.decoding.run import Run, Schedule, Turns
+from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import (
     TOKEN_BY_TOKEN,
     AcceptancePredictor,
-    ModelOutput,
     Runners,
     SizedRunner,
 )
@@ -27,29 +27,6 @@ from specgen.methods.pass_times import PassTimes
 
 VOCAB = 6
 PROMPT = [0, 3, 1, 2, 3, 1]  # it contains matches for prompt lookup
-LENGTH_SETTINGS = {
-    "sd": "k",
-    "adaptive": "max_draft",
-    "heuristic": "k",
-    "lookup": "k",
-    "suffix": "max_draft",
-    "lookahead": "window",
-    "ouroboros": "k",
-    "confidence": "max_draft",
-    "svip": "max_draft",
-    "beta-ts": "max_draft",
-    "spectr": "k",
-    "specinfer": "k",
-    "pearl": "window",
-    "eesd": "max_draft",
-    "eesd-fixed": "k",
-    "eesd-beta": "max_draft",
-    "eesd-cali": "max_draft",
-    "eesd-tree": "depth",
-    "selfsd": "k",
-}  # the setting that limits a draft's length
-
-
 COSTS = ("draft_cost", "verify_cost")  # settings of `adaptive`
 
 
@@ -169,8 +146,11 @@ class ScriptedModels:
         return self._worker
 
     def kept(self, kind: type[Any]) -> Any:
-        kinds = {DraftingKnowledge: ScriptedKnowledge, PassTimes: ScriptedPassTimes}
-        return kinds.get(kind, kind)(self)
+        scripted: dict[Any, Any] = {
+            DraftingKnowledge: ScriptedKnowledge,
+            PassTimes: ScriptedPassTimes,
+        }
+        return scripted.get(kind, kind)(self)
 
     def capacity(self, tokens: int) -> int:
         return 0  # these runners have no caches
@@ -207,6 +187,17 @@ def scripted_run(
     request = Request(method, resolved, policy, sampling, list(prompt), limit, own_seed=seed)
     models: Any = ScriptedModels(target, draft, eos, worker, tokenizers, predictor)
     return method.start(models, request)
+
+
+def named_method(
+    method: Method | type[Method] | str, settings: Mapping[str, object]
+) -> tuple[Method, dict[str, Any]]:
+    """Returns a method that is given as a class or as text such as `package.module:Class:k=2`, and
+    its settings: those in the text, and `settings`. Raises SpecgenError as `methods.given`."""
+    if isinstance(method, Method):
+        return method, dict(settings)
+    chosen, written = methods.given(method)
+    return chosen, {**written, **settings}
 
 
 def ids_of(rounds: Iterable[Round]) -> list[int]:

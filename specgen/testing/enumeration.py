@@ -1,20 +1,34 @@
 """Exact output distributions of whole runs: all outcomes of all random choices are enumerated, each
-with its probability."""
+with its probability.
+
+Random numbers are replaced while paths are enumerated: those of `torch.rand`, which may only be
+compared with bounds, and tokens drawn by `token_sampling.draw`. A method that draws otherwise
+cannot be enumerated.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
-import pytest
 import torch
-from scripted_models import TableRunner, scripted_run
-from statistics_checks import Distribution, output_distribution
 
 from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding import token_sampling
@@ -23,10 +37,14 @@ from specgen.decoding.drafting import Setup
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
 from specgen.decoding.policy_base import LengthPolicy
+from specgen.decoding.run import Run
 from specgen.engine.text.tokenizer import Tokenizer
+from specgen.methods.base import Method
+from specgen.testing.scripted_models import TableRunner, named_method, scripted_run
 
 PROMPT = [0, 1, 1, 0, 1]  # tokens of every vocabulary here; it contains matches for prompt lookup
 ROUNDING = 1e-5  # distributions are float32
+Distribution = dict[tuple[int, ...], float]  # the probability of each output
 Outcomes = Callable[[], Iterable[tuple[Any, float]]]
 Choice = list[tuple[Any, float]]  # the outcomes that are not enumerated yet, the current one last
 
@@ -43,6 +61,19 @@ class SmallRunner(TableRunner):
         if zero:
             cut = torch.randint(size, (rows, rows, 1), generator=generator)
             self.table.scatter_(2, cut, -torch.inf)
+
+
+class Patches(Protocol):
+    """What replaces attributes until it is undone: `Replacements`, or pytest's monkeypatch."""
+
+    def setattr(self, target: Any, name: str, value: object, /) -> None: ...
+
+
+class Replacements(ExitStack):
+    """Replaces attributes of modules and classes, until this context ends."""
+
+    def setattr(self, target: Any, name: str, value: object, /) -> None:
+        self.enter_context(patch.object(target, name, value))
 
 
 class State(NamedTuple):
@@ -65,14 +96,14 @@ class Paths:
     A path is a sequence of outcomes; `weight` is the probability of the current path.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patches: Patches) -> None:
         self._choices: list[Choice] = []
         self._position = 0
         self.weight = 1.0
-        monkeypatch.setattr(
+        patches.setattr(
             torch, "rand", lambda *size, **_: Uniforms(self, size[0] if len(size) == 1 else size)
         )
-        monkeypatch.setattr(token_sampling, "draw", self._draw)
+        patches.setattr(token_sampling, "draw", self._draw)
 
     def all(self, run: Callable[[], Any]) -> dict[Any, float]:
         """The probability of each result that `run` can return. `run` makes random choices."""
@@ -110,7 +141,7 @@ class Paths:
                         before, representative = following.get(state, (0.0, path))
                         following[state] = (before + mass * self.weight, representative)
             unfinished = following
-        assert sum(found.values()) == pytest.approx(1, abs=ROUNDING)
+        assert math.isclose(sum(found.values()), 1, abs_tol=ROUNDING)
         return dict(found)
 
     def choose(self, outcomes: Outcomes) -> Any:
@@ -190,7 +221,9 @@ class Uniforms:
 
     def __lt__(self, bound: torch.Tensor) -> torch.Tensor:
         scale = self._scale.double() if isinstance(self._scale, torch.Tensor) else self._scale
-        numbers, thresholds = torch.broadcast_tensors(self._numbers, bound.double() / scale)
+        numbers, thresholds = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+            self._numbers, bound.double() / scale
+        )
         assert not thresholds.isnan().any()
         flips = [
             self._is_below(number, threshold)
@@ -257,10 +290,10 @@ class InlineDrafter:
 
 
 def states(
-    method: str,
+    method: Method | str,
     settings: Mapping[str, object],
-    target: TableRunner,
-    draft: TableRunner,
+    target: Any,
+    draft: Any,
     sampling: SamplingParams,
     eos: Iterable[int] = (),
     window: Window | None = None,
@@ -293,19 +326,37 @@ def states(
         yield State(
             tuple(run.context.ids[len(PROMPT) :]),
             tuple(pending),
-            pickle.dumps(run.policy),
-            learned(run.drafter),
+            _policy_state(run.policy),
+            learned(run),
             run.finish_reason is not None,
         )
 
 
-def learned(drafter: Any) -> Hashable:
-    """What a drafter has learned, to compare states: the n-gram pool and window of lookahead
-    decoding; None for other drafters."""
+def learned(run: Run) -> Hashable:
+    """Returns what a run has learned besides its policy, to compare states: the n-gram pool and
+    window of lookahead decoding; None for other drafters of this package.
+
+    What a drafter or verifier from outside keeps is not known here, so it equals nothing.
+    """
+    if not all(_is_ours(part) for part in (run.drafter, run.verifier)):
+        return object()
+    drafter: Any = run.drafter
     if not hasattr(drafter, "_pool"):
         return None
     window = drafter._window
     return str(drafter._pool._phrases), str(window._levels), window._random.getstate()
+
+
+def _policy_state(policy: LengthPolicy) -> Hashable:
+    """Returns the policy's state, which equals nothing if it cannot be pickled."""
+    try:
+        return pickle.dumps(policy)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return object()
+
+
+def _is_ours(part: object) -> bool:
+    return type(part).__module__.startswith("specgen.")
 
 
 def exact(
@@ -325,6 +376,33 @@ def exact(
     )
 
 
+def output_distribution(
+    next_probs: Callable[[tuple[int, ...]], Sequence[float]],
+    length: int,
+    eos: Collection[int] = (),
+    start: Mapping[tuple[int, ...], float] | None = None,
+) -> Distribution:
+    """The probability of each output of `length` tokens, or fewer if an end-of-sequence id comes
+    first.
+
+    `next_probs` returns the probabilities [vocabulary] of the token after the given ones. `start`
+    has the outputs to continue with their probabilities (None: the empty output).
+    """
+    found: Distribution = defaultdict(float)
+    unfinished = [*({(): 1.0} if start is None else start).items()]
+    while unfinished:
+        tokens, mass = unfinished.pop()
+        if len(tokens) >= length or (tokens and tokens[-1] in eos):
+            found[tokens] += mass
+        else:
+            unfinished += [
+                ((*tokens, token), mass * prob)
+                for token, prob in enumerate(next_probs(tokens))
+                if prob
+            ]
+    return dict(found)
+
+
 def total_variation(found: Distribution, wanted: Distribution) -> float:
     return (
         sum(abs(found.get(tokens, 0.0) - wanted.get(tokens, 0.0)) for tokens in {*found, *wanted})
@@ -338,8 +416,8 @@ class Case:
     vocabularies of target and draft, `warp` the sampling parameters. `zero`: some tokens of the
     target have probability 0. `window` replaces PEARL's."""
 
-    method: str
-    settings: dict[str, Any]
+    method: Method | str
+    settings: Mapping[str, Any]
     limit: int
     sizes: tuple[int, int] = (2, 2)
     warp: dict[str, Any] = field(default_factory=dict)
@@ -360,7 +438,8 @@ class Case:
             for text, used in (("eos", self.eos), ("zeros", self.zero), ("lead", self.window))
             if used
         ]
-        return f"{self.method}{settings}, {', '.join(extras)}"
+        name = self.method if isinstance(self.method, str) else self.method.name
+        return f"{name}{settings}, {', '.join(extras)}"
 
     @property
     def sampling(self) -> SamplingParams:
@@ -373,14 +452,7 @@ class Case:
         )
 
 
-def distance(
-    case: Case,
-    monkeypatch: pytest.MonkeyPatch,
-    draft: Any = None,
-    *,
-    on_gpu: bool = False,
-    **options: Any,
-) -> float:
+def distance(case: Case, draft: Any = None, *, on_gpu: bool = False, **options: Any) -> float:
     """The total variation distance between the exact distributions of the target's outputs and of
     the method's.
 
@@ -389,7 +461,7 @@ def distance(
     """
     target, own = case.models
 
-    def begin() -> Any:
+    def begin() -> Iterator[State]:
         return states(
             case.method,
             case.settings,
@@ -401,8 +473,36 @@ def distance(
             **options,
         )
 
-    with monkeypatch.context() as patch:
+    with Replacements() as replaced:
         if on_gpu:
-            patch.setattr(torch.Tensor, "is_cpu", False)
-        found = Paths(patch).of_rounds(begin)
+            replaced.setattr(torch.Tensor, "is_cpu", False)
+        found = Paths(replaced).of_rounds(begin)
     return total_variation(found, exact(target, case.sampling, case.limit, case.eos))
+
+
+def check_distribution(
+    method: str | type[Method],
+    *,
+    tokens: int = 4,
+    vocabulary: int = 2,
+    seeds: int = 3,
+    warp: Mapping[str, Any] = MappingProxyType({}),
+    **settings: object,
+) -> None:
+    """Checks that a lossless method's output follows the target's distribution at temperature 1 or
+    as `warp` says (`temperature`, `top_k`, `top_p`, `min_p`): enumerates all random paths of whole
+    runs of `tokens` new tokens, on `seeds` pairs of random tables with so few tokens.
+
+    The work grows steeply with `tokens`, `vocabulary` and the length of drafts: give a setting
+    such as `k=2` that keeps them short. Random numbers have to be those that this module replaces.
+    Raises AssertionError if a probability is wrong, and SpecgenError if the method cannot run.
+    """
+    chosen, given = named_method(method, settings)
+    assert chosen.lossless, f"{chosen.name} is lossy: its output has another distribution"
+    for seed in range(seeds):
+        case = Case(chosen, given, tokens, (vocabulary, vocabulary), dict(warp), seed=seed)
+        found = distance(case)
+        assert found < ROUNDING, (
+            f"{case}, tables {seed}: the output's distribution is {found:.2g} (total variation) "
+            "from the target's"
+        )
