@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.errors import SpecgenError
+from specgen.base.grammars import Grammar
 from specgen.base.machine import __version__
 from specgen.base.types import Round, SamplingParams
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "Grammar",
     "Pair",
     "Result",
     "Round",

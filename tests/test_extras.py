@@ -35,7 +35,9 @@ def test_every_extra_that_is_named_exists() -> None:
         *(path.read_text() for path in Path(specgen.__file__).parent.rglob("*.py")),
     ]
     named = set(re.findall(r'pip install -e "\.\[([\w-]+)\]"', "\n".join(texts)))
-    assert {"gguf", "energy", "multi-gpu", "quantised", "serve"} <= named <= extras.keys()
+    assert (
+        {"gguf", "energy", "multi-gpu", "quantised", "serve", "grammar"} <= named <= extras.keys()
+    )
     assert not re.search(r"pip install specgen|specgen\[", "\n".join(texts)), (
         "the name on the index is another project's"
     )
@@ -49,6 +51,14 @@ def test_quantised_weights_without_their_package(tmp_path: Path) -> None:
     line = line_without("torchao", "generate", "-t", str(folder), "-d", "none", "x")
     assert line.startswith("error: ")
     assert 'pip install -e ".[quantised]"' in line
+
+
+def test_answers_with_a_shape_without_their_package() -> None:
+    line = line_without("llguidance", "generate", "--regex", "[0-9]+", "x")
+    assert line == (
+        "error: answers that keep to a grammar need llguidance, which is not installed. "
+        'Install it with pip install -e ".[grammar]"'
+    )
 
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])

@@ -208,7 +208,12 @@ def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair)
             "messages[0].content",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         ),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        (
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": []}}}},
+        ),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("logit_bias", {"logit_bias": {"5": 3}}),
         ("modalities", {"modalities": ["audio"]}),

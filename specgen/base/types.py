@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from specgen.base.errors import SpecgenError
+from specgen.base.grammars import Grammar
+from specgen.base.schema import shown
 from specgen.base.settings import Setting
 
 Source = Literal["correction", "bonus"]
@@ -73,7 +75,9 @@ class SamplingParams:
     `ignore_eos` generates on after an end-of-sequence token. `logprobs` records the
     log-probability of each token and those of so many of the likeliest tokens (see
     `Verdict.log_probs`); None: nothing. `repetition_penalty`, `presence_penalty` and
-    `frequency_penalty` are as in `TokenPenalties`. Raises SpecgenError for a value out of range.
+    `frequency_penalty` are as in `TokenPenalties`. `grammar` is what the output has to match; the
+    output ends where nothing can follow. Raises SpecgenError for a value out of range, and for
+    `ignore_eos` beside a grammar.
     """
 
     max_new_tokens: int = _number(128, 1, LARGEST)
@@ -88,6 +92,7 @@ class SamplingParams:
     repetition_penalty: float | None = _number(None, 0.01, 100, is_fractional=True)
     presence_penalty: float = _number(0.0, -2, 2)
     frequency_penalty: float = _number(0.0, -2, 2)
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stop, Iterable | None):
@@ -121,6 +126,16 @@ class SamplingParams:
                     f"stop holds {self.stop!r}, which is not UTF-8",
                     "Convert it first, for instance with iconv",
                 )
+        if not isinstance(self.grammar, Grammar | None):
+            raise SpecgenError(
+                f"grammar is {shown(self.grammar)}",
+                'Give a specgen.Grammar, such as specgen.Grammar("regex", "[0-9]+")',
+            )
+        if self.grammar is not None and self.ignore_eos:
+            raise SpecgenError(
+                "ignore_eos is given beside a grammar, which says where the output ends",
+                "Leave one of them out",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -158,6 +173,39 @@ FILTERS: Mapping[str, Any] = {
 }
 
 
+class Constraint(Protocol):
+    """Says which tokens may follow an output, so that it keeps to a grammar. Belongs to one
+    context, which it follows."""
+
+    def forbidden(
+        self, context: Context, tokens: Sequence[int], parents: Sequence[int], start: int
+    ) -> Any:
+        """Returns a bool tensor [n, the tokenizer's vocabulary] on the CPU, True for tokens that
+        must not come next.
+
+        The rows are those of the logits at the indices `start`, `start + 1`, ...: index 0 follows
+        the context, index i + 1 draft token i. `tokens` and `parents` are the draft, as for
+        `ModelRunner.logits`. After drafted tokens that leave the grammar no token is forbidden:
+        what comes there is never part of the output. Raises RunError if no token of the vocabulary
+        can continue the output.
+        """
+        ...
+
+    def is_complete(self, context: Context, path: Sequence[int]) -> bool:
+        """Whether nothing but an end-of-sequence token may follow the context and the tokens
+        `path` after it."""
+        ...
+
+    def can_end(self, context: Context) -> bool:
+        """Whether the output may end after the context."""
+        ...
+
+    def forced(self, context: Context, path: Sequence[int] = ()) -> list[int]:
+        """Returns tokens of which the text has to follow next, as the tokenizer writes it; none
+        where the grammar leaves a choice."""
+        ...
+
+
 class Context:
     """The ids of the prompt's tokens and of all tokens generated so far, in order. Drafted tokens
     join once they are accepted.
@@ -165,12 +213,20 @@ class Context:
     Tokens are only ever appended, so a KV cache of the first n tokens stays valid. `largest_id` is
     the largest of the ids, -1 if there are no tokens. `penalties` change the logits of all models
     after this context; None: those that the target's generation config sets, if any, alone do.
+    `constraint` forbids the tokens with which the output would leave a grammar, to all models too;
+    None: every token may follow.
     """
 
-    __slots__ = ("__weakref__", "ids", "largest_id", "penalties", "prompt_length")
+    __slots__ = ("__weakref__", "constraint", "ids", "largest_id", "penalties", "prompt_length")
 
-    def __init__(self, prompt_ids: Iterable[int], penalties: TokenPenalties | None = None) -> None:
+    def __init__(
+        self,
+        prompt_ids: Iterable[int],
+        penalties: TokenPenalties | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.penalties = penalties
+        self.constraint = constraint
         self.ids: list[int] = list(prompt_ids)
         self.prompt_length = len(self.ids)
         self.largest_id = max(self.ids, default=-1)

@@ -29,7 +29,7 @@ _NAMES = {
     "--html": "page",
     "--out": "profile",
 }
-_TEXTS = ("prompt", "system", "stop")  # for the model, in UTF-8
+_TEXTS = ("prompt", "system", "stop", "json_schema", "regex")  # for the model, in UTF-8
 _NO_NAME = {"": "it is empty", "-": "it is -, which is no file (/dev/stdout is standard output)"}
 
 

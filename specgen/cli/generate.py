@@ -18,6 +18,7 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.grammars import Grammar
 from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
@@ -56,6 +57,8 @@ def generate(
         _describe_method(asked.method, output)
         return
     params = sampling.params()
+    if params.grammar is not None:
+        _check_grammar(params.grammar)
     choice = chosen_method(asked.method, asked.settings, models, params)
     _check_options(asked, output)
     prompts, prompt = _inputs(asked, output, models)
@@ -153,6 +156,14 @@ class _Answers:
         return OutputWriter(
             pair, request, run, decoding.output, tuned, self.trace, self.where, keys
         )
+
+
+def _check_grammar(grammar: Grammar) -> None:
+    """Raises SpecgenError for a grammar that cannot be used whatever the model is, before one is
+    loaded."""
+    from specgen.engine.text.grammar import check_grammar
+
+    check_grammar(grammar)
 
 
 def _describe_method(written: str | None, output: GenerateOutput) -> None:

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Literal
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import file_identity
+from specgen.base.grammars import Grammar
 from specgen.base.model_options import Finding, ModelOptions
+from specgen.base.schema import read_text
 from specgen.base.types import SamplingParams
 from specgen.tune.engines import ENGINES
 
@@ -139,6 +141,18 @@ ROWS: Rows = {
         "Continue after an end-of-sequence token, so that every measured run is equally long.",
     ),
     "stop": ("TEXT", "End the output before this text (repeatable)."),
+    "json_schema": (
+        "SCHEMA",
+        "Answer in JSON that matches this schema: a file, or text that begins with {. The answer "
+        "is on one line.",
+    ),
+    "regex": ("REGEX", "Answer with text that matches this regular expression as a whole."),
+    "grammar": ("FILE", "Answer with text of this grammar, in the notation of Lark or GBNF."),
+    "logprobs": (
+        "N",
+        "Add each token's log-probability and those of the N likeliest, of the target's own "
+        "logits, to --json and --trace.",
+    ),
     # output
     "json": ("", "Write JSON lines to standard output instead of text."),
     "quiet": ("-q", "Show no progress and no footer."),
@@ -196,6 +210,11 @@ GENERATE_ROWS: Rows = {
     ),
     "help_method": ("", "Describe --method and its settings, then exit."),
     "rounds": ("", "Show each round's accepted, rejected and discarded tokens."),
+    "logprobs": (
+        "N",
+        "Show each token's log-probability and those of the N likeliest, of the target's own "
+        "logits; with --json and --trace in the rounds.",
+    ),
 }
 COMPARE_ROWS: Rows = {
     "trace": (
@@ -425,14 +444,20 @@ class SamplingOptions:
     seed: int | None = _DEFAULT.seed
     ignore_eos: bool = _DEFAULT.ignore_eos
     min_p: float = _DEFAULT.min_p
+    logprobs: int | None = _DEFAULT.logprobs
 
     def params(self) -> SamplingParams:
         """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
+        return self._params(asdict(self))
+
+    def _params(self, values: Mapping[str, Any]) -> SamplingParams:
+        """Returns the values by name as SamplingParams; a limit of None stands for the default."""
         limit = MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
         try:
-            return SamplingParams(**(asdict(self) | {"max_new_tokens": limit}))
+            return SamplingParams(**{**values, "max_new_tokens": limit})
         except SpecgenError as error:
             message = error.message.replace("max_new_tokens", "-n (--max-new-tokens)")
+            message = message.replace("ignore_eos", "--ignore-eos")
             raise SpecgenError(message, error.hint) from error
 
 
@@ -475,11 +500,37 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output. `max_new_tokens` None stands
-    for `MAX_NEW_TOKENS`, in a conversation for no limit."""
+    """The options for sampling, with the texts that end the output and what it has to match.
+    `max_new_tokens` None stands for `MAX_NEW_TOKENS`, in a conversation for no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: Path | None = None
+
+    def params(self) -> SamplingParams:
+        """Returns the options as SamplingParams. Raises SpecgenError for a value out of range, a
+        file that cannot be read, and for several options that say what the output has to match."""
+        values = asdict(self)
+        shapes = {name: values.pop(name) for name in ("json_schema", "regex", "grammar")}
+        given = [name for name, value in shapes.items() if value is not None]
+        if len(given) > 1:
+            first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
+            raise SpecgenError(f"{first} and {second} are given", "Leave one of them out")
+        return self._params({**values, "grammar": self._asked_grammar()})
+
+    def _asked_grammar(self) -> Grammar | None:
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.grammar is not None:
+            return Grammar("grammar", read_text(self.grammar, "grammar", "Check the path"))
+        if self.json_schema is None:
+            return None
+        if self.json_schema.lstrip().startswith("{"):
+            return Grammar("json_schema", self.json_schema)
+        path = Path(self.json_schema)
+        return Grammar("json_schema", read_text(path, "JSON schema", "Check the path"))
 
 
 @dataclass(frozen=True)
@@ -597,6 +648,7 @@ class TuneOptions:
 class TuneSampling(SamplingOptions):
     """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
 
+    not_options: ClassVar[tuple[str, ...]] = ("logprobs",)
     max_new_tokens: int | None = 64
     seed: int | None = 0
 
@@ -639,7 +691,7 @@ class ServeSampling(SamplingOptions):
     """The sampling parameters of requests that name none."""
 
     panel: ClassVar[str] = "Sampling"
-    not_options: ClassVar[tuple[str, ...]] = ("max_new_tokens", "ignore_eos")
+    not_options: ClassVar[tuple[str, ...]] = ("max_new_tokens", "ignore_eos", "logprobs")
 
 
 @dataclass(frozen=True)

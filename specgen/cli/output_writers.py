@@ -217,14 +217,29 @@ class OutputWriter:
             yield f"window {run.settings.values['window']}"
         if remark:
             yield remark
-        is_cut_short = self._request.limit < self._request.sampling.max_new_tokens
-        if is_cut_short and finish_reason == "length":
-            length = f"{len(run.context):,} tokens"
-            if target.max_tokens(run.context.prompt_length) == target.context_limit:
-                yield f"the context of {length} is full"
-            else:
-                yield f"{length}: LongRoPE changes there"
+        if finish_reason == "length":
+            yield from self._notes_of_the_length()
         if energy is not None and energy.joules is None:
             yield f"energy unavailable: {energy.reason}"
         if finish_reason == "interrupted":
             yield "interrupted"
+        if finish_reason in ("length", "interrupted") and self._is_incomplete:
+            yield "the answer is incomplete"
+
+    def _notes_of_the_length(self) -> Iterator[str]:
+        """Yields what the footer says of an output that a limit has ended, besides the user's."""
+        if self._request.limit >= self._request.sampling.max_new_tokens:
+            return
+        context = self._run.context
+        target = self._pair.target
+        length = f"{len(context):,} tokens"
+        if target.max_tokens(context.prompt_length) == target.context_limit:
+            yield f"the context of {length} is full"
+        else:
+            yield f"{length}: LongRoPE changes there"
+
+    @property
+    def _is_incomplete(self) -> bool:
+        """Whether the output so far is only the beginning of what its grammar demands."""
+        context = self._run.context
+        return context.constraint is not None and not context.constraint.can_end(context)

@@ -146,7 +146,7 @@ class ModelDrafter(DraftModelUser):
         runner = self._runner
         if not isinstance(runner, ModelRunner) or not runner.chooses_on_device:
             return None
-        if context.penalties is not None:
+        if context.penalties is not None or context.constraint is not None:
             return None
         if policy.signals or policy.random or self._setup.record or self._cape or self._fallback:
             return None

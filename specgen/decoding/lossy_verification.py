@@ -109,6 +109,7 @@ class FlyVerifier:
             following = accepted[1:].unfold(0, self._window - 1, 1).all(dim=-1)[:judged]
             probs = logits[:judged].softmax(dim=-1).topk(min(3, logits.shape[-1])).values
             entropies = torch.special.entr(probs).sum(dim=-1)
-            accepted[:judged] |= following & (entropies >= self._entropy)
+            possible = logits[:judged].gather(1, tokens[:judged, None])[:, 0] > -torch.inf
+            accepted[:judged] |= following & possible & (entropies >= self._entropy)
         kept = accepted.long().cumprod(0).sum()
         return accept_prefix(draft, output, kept, self._sampling, self._generator)

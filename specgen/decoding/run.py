@@ -291,10 +291,13 @@ class Run:
         """Returns the verdict without the tokens after the end of the output, and sets
         `finish_reason` if the output ends.
 
-        The output ends with an end-of-sequence token or a token that completes a stop string.
+        The output ends with an end-of-sequence token, a token that completes a stop string, or one
+        after which a grammar allows nothing.
         """
+        tokens: list[int] = []
         for position, node in enumerate(verdict.path):
-            if self._ends(draft.tokens[node]):
+            tokens.append(draft.tokens[node])
+            if self._ends(tokens):
                 return replace(
                     verdict,
                     path=verdict.path[: position + 1],
@@ -303,15 +306,25 @@ class Run:
                     log_probs=verdict.log_probs[: position + 1],
                 )
         if verdict.token is not None:
-            self._ends(verdict.token)
+            self._ends([*tokens, verdict.token])
         return verdict
 
-    def _ends(self, token: int) -> bool:
-        if token in self.eos_ids:
+    def _ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the output ends with the last of the `tokens` that follow the context. Called
+        once for each token of the output, in order."""
+        if tokens[-1] in self.eos_ids:
             self.finish_reason = "eos"
-        elif self.stop_texts is not None and self.stop_texts.completed_by(token):
+        elif self._is_stopped_by(tokens[-1]) or self._is_complete(tokens):
             self.finish_reason = "stop"
         return self.finish_reason is not None
+
+    def _is_stopped_by(self, token: int) -> bool:
+        return self.stop_texts is not None and self.stop_texts.completed_by(token)
+
+    def _is_complete(self, tokens: Sequence[int]) -> bool:
+        """Whether a grammar allows nothing after the context and these tokens."""
+        constraint = self.context.constraint
+        return constraint is not None and constraint.is_complete(self.context, tokens)
 
 
 def _reported(draft: Draft, later: int) -> Draft:

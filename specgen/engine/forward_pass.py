@@ -200,6 +200,15 @@ def depths(parents: Sequence[int]) -> list[int]:
     return depth_of_node
 
 
+def path_to(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
+    """Returns the drafted tokens from the tree's root to `node`, in order; none for node -1."""
+    path: list[int] = []
+    while node >= 0:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]
+
+
 def passes_of_levels(
     forward_pass: ForwardPass, *, mixed: bool = True
 ) -> Iterator[tuple[ForwardPass, int]]:

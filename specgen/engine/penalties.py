@@ -1,5 +1,5 @@
 """A model's generation config: the tokens that end an output, and the penalties on its logits
-(repetition penalty and the like).
+(repetition penalty and the like). What a grammar forbids is masked here too.
 
 Penalties change a position's logits depending on the tokens before it. Those that look for
 sequences of tokens are transformers' own logits processors, which are imported only for a model
@@ -24,6 +24,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.schema import check, parse_json, read_text
 from specgen.base.types import Context, TokenPenalties
 from specgen.engine.devices import upload
+from specgen.engine.forward_pass import path_to
 
 _FILE = "generation_config.json"
 _NOTHING_ASKED = TokenPenalties()
@@ -246,7 +247,7 @@ class PenaltyProcessor:
         """
         missing = self._width - logits.shape[-1]
         config = self._config
-        paths = [_path(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
+        paths = [path_to(tokens, parents, index - 1) for index in range(start, len(tokens) + 1)]
         if missing:
             logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         else:
@@ -353,13 +354,36 @@ def penalised_logits(
     start: int,
 ) -> torch.Tensor | None:
     """Returns `logits` with the penalties of the generation config, which the `processor` applies
-    (None: it has none), and of the context; None if there are none. The other arguments are those
-    of `PenaltyProcessor`."""
-    if processor is None and context.penalties is None:
-        return None
-    if processor is None:
+    (None: it has none), and of the context, and with -inf for tokens that the context's constraint
+    forbids; None if there is none of these. The other arguments are those of `PenaltyProcessor`.
+
+    Where penalties forbid all tokens that the constraint allows, the constraint alone counts.
+    """
+    penalised = None
+    if processor is None and context.penalties is not None:
         processor = _plain_processor(logits.shape[-1], logits.device)
-    return processor(logits, context, tokens, parents, start)
+    if processor is not None:
+        penalised = processor(logits, context, tokens, parents, start)
+    if context.constraint is None:
+        return penalised
+
+    forbidden = context.constraint.forbidden(context, tokens, parents, start)
+    if penalised is None:
+        return _masked(logits, forbidden)
+    allowed = _masked(penalised, forbidden)
+    is_empty = allowed.amax(dim=-1, keepdim=True) == -torch.inf
+    width = penalised.shape[-1]
+    alone = torch.nn.functional.pad(logits.float(), (0, width - logits.shape[-1]), value=-torch.inf)
+    return torch.where(is_empty, _masked(alone, forbidden), allowed)
+
+
+def _masked(logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
+    """Returns `logits` [n, width] with -inf for tokens that are `forbidden` [n, the tokenizer's
+    vocabulary], and for those that the tokenizer lacks."""
+    fitting = torch.nn.functional.pad(
+        forbidden, (0, logits.shape[-1] - forbidden.shape[-1]), value=True
+    )
+    return logits.masked_fill(upload(fitting, logits.device), -torch.inf)
 
 
 @lru_cache(maxsize=8)
@@ -371,12 +395,3 @@ def _repeated(logits: torch.Tensor, penalty: float) -> torch.Tensor:
     """Returns logits of tokens that occurred before, with the repetition penalty: times the penalty
     if negative, else divided by it."""
     return torch.where(logits < 0, logits * penalty, logits / penalty)
-
-
-def _path(tokens: Sequence[int], parents: Sequence[int], node: int) -> list[int]:
-    """Returns the drafted tokens from the tree's root to `node`, in order; none for node -1."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]

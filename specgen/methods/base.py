@@ -446,14 +446,15 @@ def make_run(
 
     None stands for what most methods share: the request's policy, a lossless verifier, the schedule
     `sequential` with its passes compared with measured ones (`Models.checked`), and the request's
-    settings. Raises SpecgenError as `make_policy`.
+    settings. Raises SpecgenError as `make_policy` and `Models.constraint`.
     """
     assert setup.target is not None
     sampling = request.sampling
     if verifier is None:
         verifier = lossless_verifier(setup, "target")
+    constraint = None if sampling.grammar is None else models.constraint(sampling)
     return decoding.Run(
-        context=Context(request.prompt_ids, sampling.penalties),
+        context=Context(request.prompt_ids, sampling.penalties, constraint),
         target=setup.target,
         drafter=drafter,
         policy=make_policy(models, request, setup) if policy is None else policy,

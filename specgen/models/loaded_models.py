@@ -19,6 +19,7 @@ from specgen.engine.model_runner import DraftRunner, ModelRunner, Runners, run_s
 from specgen.engine.native.native_model import NativeModel
 from specgen.engine.parts.own_layers import LayerSkippingRunner
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.text.grammar import GrammarCompiler, GrammarConstraint
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.models.measurements import Measurements
 from specgen.models.models import K, Kept
@@ -73,6 +74,7 @@ class LoadedModels:
         # the layers that the last such run skipped, and its runner
         self._skipping: tuple[str, LayerSkippingRunner] | None = None
         self._kept: dict[type[Kept], Any] = {}
+        self._compiler: GrammarCompiler | None = None
         self._reserved = 0  # tokens
         self._is_closed = False
 
@@ -152,6 +154,16 @@ class LoadedModels:
 
     def eos_ids(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset() if sampling.ignore_eos else frozenset(self.target.eos_ids)
+
+    def constraint(self, sampling: SamplingParams) -> GrammarConstraint | None:
+        """See `Models`. The output may also end with a special token that is a stop string."""
+        if sampling.grammar is None:
+            return None
+        if self._compiler is None:
+            self._compiler = GrammarCompiler.of(self.tokenizer)
+        stops = map(self.tokenizer.special_id, sampling.stop)
+        ends = self.eos_ids(sampling) | {token for token in stops if token is not None}
+        return self._compiler.constraint(sampling.grammar, ends)
 
     def capacity(self, tokens: int) -> int:
         return max(tokens, self._reserved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from specgen.base.types import SamplingParams
+    from specgen.base.types import Constraint, SamplingParams
     from specgen.decoding.drafting import Setup
     from specgen.decoding.parallel import ParallelDrafter
     from specgen.decoding.policy_base import LengthPolicy
@@ -123,6 +123,14 @@ class Models(Protocol):
 
     def eos_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Returns the tokens that end the output; none if the sampling parameters ignore them."""
+        ...
+
+    def constraint(self, sampling: SamplingParams) -> Constraint | None:
+        """Returns what keeps one output to the grammar in the sampling parameters; None without a
+        grammar.
+
+        Raises SpecgenError for a grammar that cannot be used, or not with the target's tokenizer.
+        """
         ...
 
     def checked(self, schedule: Schedule) -> Schedule:

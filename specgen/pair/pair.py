@@ -199,6 +199,9 @@ class Pair:
             has_predictor = chosen.needs_exit_layer and self.parts.has_predictor(exit_name)
         ids, turn_end = encoded(prompt, self.tokenizer)
         sampling = sampling_with(sampling, settings, self.target, turn_end)
+        if sampling.grammar is not None:
+            with self.lock:
+                self.models.constraint(sampling)  # which may refuse it
         prompt_ids = check_prompt_ids(ids, self.models.plain().target.num_embeddings)
         resolved = methods.resolve(chosen, settings, has_predictor=has_predictor)
         limit = fitting_tokens(len(prompt_ids), sampling.max_new_tokens, self.target)

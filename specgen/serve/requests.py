@@ -14,7 +14,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
+from specgen.base.grammars import JSON_OBJECT, Grammar
 from specgen.base.types import LARGEST, SamplingParams
+from specgen.engine.text.grammar import check_grammar
 from specgen.pair.prompts import Prompt
 from specgen.serve.errors import ApiError
 from specgen.serve.queue import Asked
@@ -75,6 +77,29 @@ def _prediction(value: Any) -> Any:
     return _content(value.get("content"))
 
 
+def _response_format(value: Any) -> Any:
+    """What an answer has to match, as a `Grammar`; None for any text."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError("its type has to be text, json_object or json_schema")
+    if kind == "text":
+        return None
+    grammar = JSON_OBJECT
+    if kind == "json_schema":
+        described = value.get("json_schema")
+        schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            raise ValueError("its json_schema has to have a schema, which is a JSON object")
+        grammar = Grammar.of_schema(schema)
+    try:
+        check_grammar(grammar)
+    except SpecgenError as error:
+        raise ValueError(str(error)) from error
+    return grammar
+
+
 def _prompts(value: Any) -> Any:
     """The prompts of a completion: a text, token ids, or a list of either."""
     if isinstance(value, str):
@@ -107,7 +132,6 @@ def _without(problem: str, *neutral: Any) -> Any:
 
 
 _NO_TOOLS = "tools cannot be called here"
-_NO_CONSTRAINT = "answers cannot be constrained here: leave it out, or take the type text"
 Texts = Annotated[Any, BeforeValidator(_texts)]
 Limit = Annotated[int, Field(ge=1, le=LARGEST)]
 
@@ -239,7 +263,9 @@ class ChatRequest(Common):
     prediction: Annotated[str | None, BeforeValidator(_prediction)] = Field(
         None, description="the answer that is expected: it is drafted, which makes it faster"
     )
-    response_format: _without(_NO_CONSTRAINT, {"type": "text"}) = None  # type: ignore[valid-type]
+    response_format: Annotated[Any, BeforeValidator(_response_format)] = Field(
+        None, description="json_object, or json_schema with a schema that the answer has to match"
+    )
     tools: _without(_NO_TOOLS, []) = None  # type: ignore[valid-type]
     tool_choice: _without(_NO_TOOLS, "none", "auto") = None  # type: ignore[valid-type]
     functions: _without(_NO_TOOLS, []) = None  # type: ignore[valid-type]
@@ -262,7 +288,7 @@ class ChatRequest(Common):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         conversation = [message.rendered for message in self.messages]
-        sampling = self.sampling(default, LARGEST)
+        sampling = replace(self.sampling(default, LARGEST), grammar=self.response_format)
         if self.logprobs:
             sampling = replace(sampling, logprobs=self.top_logprobs or 0)
         asked = _asked(self, [conversation], "messages", sampling)

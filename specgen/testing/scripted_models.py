@@ -4,13 +4,14 @@ verifiers and complete runs: models of a few tokens, whose passes cost nothing."
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from specgen import methods
-from specgen.base.types import Context, Round, SamplingParams
+from specgen.base.types import Constraint, Context, Round, SamplingParams
 from specgen.decoding.run import Run, Schedule, Turns
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import (
@@ -19,6 +20,8 @@ from specgen.engine.model_runner import (
     Runners,
     SizedRunner,
 )
+from specgen.engine.text.grammar import GrammarCompiler
+from specgen.engine.text.token_bytes import TokenBytes
 from specgen.engine.text.tokenizer import Tokenizer
 from specgen.methods.base import Method, Request
 from specgen.methods.drafting_knowledge import AUTO, DraftingCase, DraftingKnowledge
@@ -160,6 +163,21 @@ class ScriptedModels:
 
     def eos_ids(self, sampling: SamplingParams) -> frozenset[int]:
         return self._eos
+
+    def constraint(self, sampling: SamplingParams) -> Constraint:
+        assert sampling.grammar is not None
+        return letters_compiler().constraint(sampling.grammar, self._eos)
+
+
+@cache
+def letters_compiler() -> GrammarCompiler:
+    """Makes constraints for a tokenizer whose tokens are the letters a, b, c, ..."""
+    letters = "abcdef"[:VOCAB]
+    ids = {letter.encode(): number for number, letter in enumerate(letters)}
+    pipeline: Any = SimpleNamespace(
+        encode=lambda text, **_: SimpleNamespace(ids=[ids.get(x.encode(), 0) for x in text])
+    )
+    return GrammarCompiler(TokenBytes(list(ids), {}, ids, {}, pipeline))
 
 
 TOP_PROB = TopProbPredictor()

@@ -142,6 +142,9 @@ class SimulatedModels:
     def eos_ids(self, sampling: SamplingParams) -> frozenset[int]:
         return self._reference.eos_ids
 
+    def constraint(self, sampling: SamplingParams) -> None:
+        """Remembered outputs are not constrained."""
+
     def expected_costs(self) -> DraftingCosts:
         """Returns the costs of drafting at the typical length of the context."""
         length = typical_length(len(self._reference.prompt_ids), self._reference.limit)

@@ -28,6 +28,8 @@ from specgen.engine.model_files import ModelSource, describe
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.precision import Precision
+from specgen.engine.text.grammar import GrammarCompiler
+from specgen.engine.text.token_bytes import TokenBytes
 from specgen.engine.text.translated_runner import TranslatedRunner
 from specgen.engine.text.translation import Translation
 from specgen.workers.process import (
@@ -122,6 +124,7 @@ class DraftServer:
         self._model: Any = None
         self._translation: Any = None
         self._runs: dict[int, _Run] = {}
+        self._compiler: GrammarCompiler | None = None
         self._learned: dict[Hashable, Any] = {}  # see `LengthPolicy.share`
 
     def load(
@@ -153,6 +156,10 @@ class DraftServer:
         if device.type == "cpu":
             pick_threads(a_draft)  # at most as many as set above
 
+    def learn_tokens(self, tokens: TokenBytes) -> None:
+        """Takes the target's tokens, which constraints need."""
+        self._compiler = GrammarCompiler(tokens)
+
     @inference
     def begin(
         self,
@@ -163,13 +170,16 @@ class DraftServer:
         window: int,
         offset: int,
         penalties: Any,
+        ends: frozenset[int] | None,
     ) -> None:
         """Makes the run's drafter, and runs the draft model over the prompt.
 
         `run` is the run's number in later requests, `policy` ends its drafts, `window` is the
         largest number of tokens in a draft. `offset` (bytes) is where the run's part of the shared
         memory begins. `penalties` are the target's generation config and end-of-sequence ids; None
-        if the target has no penalties, or if the runner applies them already.
+        if the target has no penalties, or if the runner applies them already. `ends` are the tokens
+        that may end an output with a grammar; None for a run without one. The target's tokens have
+        to be known for it: see `learn_tokens`.
         """
         if self._runner is None:
             self._runner = self._make_runner(setup.vocab_size, penalties)
@@ -179,7 +189,11 @@ class DraftServer:
         if self._memory is not None:
             shared = SharedDrafts(setup, window)
             shared.map(self._memory, offset)
-        context = Context(prompt_ids, setup.sampling.penalties)
+        constraint = None
+        if ends is not None and setup.sampling.grammar is not None:
+            assert self._compiler is not None
+            constraint = self._compiler.constraint(setup.sampling.grammar, ends)
+        context = Context(prompt_ids, setup.sampling.penalties, constraint)
         if self._runner.room(context) > 0:
             self._runner.logits(context)
         policy.share(self._learned)

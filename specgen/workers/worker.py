@@ -18,6 +18,7 @@ from specgen.base.types import Context, Draft
 from specgen.decoding.drafting import Setup
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import split_threads
+from specgen.engine.text.grammar import GrammarConstraint
 from specgen.workers.process import SIZE, DraftProcess, cannot_start
 from specgen.workers.server import Answer, DraftServer, SharedDrafts
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from specgen.engine.model_runner import DraftRunner
     from specgen.engine.penalties import GenerationConfig
     from specgen.engine.precision import Precision
+    from specgen.engine.text.token_bytes import TokenBytes
     from specgen.engine.text.translation import Translation
 
 _RUNS = count(1)
@@ -53,6 +55,8 @@ class DraftWorker:
         self._channel = channel
         self._load = load
         self._loading = channel.send("load", *load) if isinstance(channel, DraftProcess) else None
+        # what has the target's tokens, for constraints
+        self._informed: DraftProcess | _Here | None = None
         # for each active run the end of its part of the shared memory
         self._region_ends: dict[object, int] = {}
         self._threads_before = 0
@@ -109,6 +113,16 @@ class DraftWorker:
                 raise
             self._loading = None
         return self._channel
+
+    def tell_tokens(self, tokens: TokenBytes) -> list[Any]:
+        """Sends the target's tokens to the worker, for constraints, unless it has them. Returns the
+        requests, which have to be received."""
+        channel = self._channel
+        if channel is None or channel is self._informed:
+            return []
+        request = channel.send("learn_tokens", tokens)
+        self._informed = channel
+        return [request]
 
     def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> WorkerDrafter:
         """Returns a drafter for one run, with drafts of at most `window` tokens, which `policy`
@@ -194,6 +208,12 @@ class WorkerDrafter:
     def prefill(self, context: Context) -> None:
         self._channel = self._worker.ready()
         offset = self._worker.enter(self, self._shared)
+        constraint = context.constraint
+        ends = None
+        self._requests = []
+        if isinstance(constraint, GrammarConstraint):
+            ends = constraint.ends
+            self._requests += self._worker.tell_tokens(constraint.tokens)
         request = self._channel.send(
             "begin",
             self._run,
@@ -203,8 +223,9 @@ class WorkerDrafter:
             self._window,
             offset,
             self._worker.penalties,
+            ends,
         )
-        self._requests = [request]
+        self._requests.append(request)
         self._sent = len(context)
 
     def start(self, context: Context, unverified: Sequence[int], limit: int) -> None:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer as Pipeline
 
 from specgen.base.errors import SpecgenError
-from specgen.engine.text.tokenizer import Tokenizer
+from specgen.engine.text.tokenizer import ANCHORS, Tokenizer
 
 ROLES = ("bos", "eos", "unk", "pad")
 
@@ -63,6 +63,29 @@ class TokenBytes:
         """Returns the ids of a text, without the special tokens that the tokenizer adds at its
         beginning and end."""
         ids: list[int] = self.pipeline.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_after(self, text: str) -> list[int]:
+        """Returns the ids of a text that continues another one: without a space in front. If the
+        tokenizer does not give the text's bytes, the longest tokens that do, one after the
+        other."""
+        wanted = text.encode()
+        for anchor in ANCHORS:
+            length = len(self.encode(anchor))
+            ids = self.encode(anchor + text)
+            for start in (length, length - 1, length + 1):
+                if self.of_ids(ids[start:]) == wanted:
+                    return ids[start:]
+        return self._longest(wanted)
+
+    def _longest(self, text: bytes) -> list[int]:
+        ids = []
+        while text:
+            size = next((size for size in range(len(text), 0, -1) if text[:size] in self.ids), 0)
+            if not size:
+                break
+            ids.append(self.ids[text[:size]])
+            text = text[size:]
         return ids
 
     @cached_property

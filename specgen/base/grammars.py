@@ -1,0 +1,41 @@
+"""What a user asks an output to match. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from specgen.base.errors import SpecgenError
+from specgen.base.schema import shown
+
+GrammarKind = Literal["json_schema", "regex", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output has to match: `text` is a JSON schema, a regular expression, or (of the
+    kind `grammar`) a grammar in the notation of Lark or GBNF. Raises SpecgenError for another kind
+    and for what is no text."""
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise SpecgenError(f"a grammar's kind is {shown(self.kind)}", f"It is one of {kinds}")
+        if not isinstance(self.text, str):
+            raise SpecgenError(
+                f"a grammar's text is {shown(self.text)}",
+                'Give a text; specgen.Grammar.of_schema({"type": "object"}) takes a dictionary',
+            )
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """Returns the grammar of a JSON schema, given as a dictionary."""
+        return cls("json_schema", json.dumps(schema))
+
+
+JSON_OBJECT = Grammar.of_schema({"type": "object"})
