@@ -10,11 +10,12 @@ from specgen.base.errors import RunError
 from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.measuring import energy_meter_for
 from specgen.base.text import print_json
-from specgen.base.types import QUANTISED, Round
+from specgen.base.types import QUANTISED, Round, TokenLogProbs
 from specgen.pair import records
 from specgen.pair.figures import Figures
 from specgen.view import theme
 from specgen.view.generation import AnswerText, AnswerView, Piece, RoundsView, footer
+from specgen.view.log_probs import show_log_probs
 from specgen.view.progress import Progress, reading_prompt
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class OutputWriter:
         draft = request.method.draft_of(pair.models)
         devices = pair.models.devices(with_draft=draft is not None)
         self._meter = energy_meter_for(devices) if output.energy else None
+        self._scores: list[tuple[int, TokenLogProbs]] = []  # of the answer's tokens
         self._rounds: RoundsView | None = None
         if output.rounds:
             self._rounds = RoundsView(
@@ -130,6 +132,7 @@ class OutputWriter:
         """Writes a round to the trace, then shows it: showing may wait for the reader of a pipe,
         and be interrupted there."""
         self._figures.add(round_)
+        self._scores += zip(round_.token_ids, round_.verdict.log_probs, strict=False)
         pieces = self._answer.add(round_)
         if self._output.json or self._trace is not None:
             text_of = self._pair.tokenizer.text_of
@@ -148,6 +151,8 @@ class OutputWriter:
             self._err.print()
             self._view.show(self._pieces)
         self._view.end()
+        if self._scores:
+            show_log_probs(self._err, self._scores, self._pair.tokenizer.text_of)
 
     def _finish(self, finish_reason: str) -> None:
         """Writes the summary to the trace and shows the footer. Raises RunError if a line could not

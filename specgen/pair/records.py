@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specgen.base.machine import versions
-from specgen.base.types import Round
+from specgen.base.types import Round, TokenLogProbs
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -60,6 +60,10 @@ def round_line(
     With `record` it also contains, for each drafted token, sum(min(p, q)) as `overlap` and KL(q||p)
     as `kl`, where p is the target's distribution and q the draft's. `overlap` and `kl` are null for
     tokens without known distributions.
+
+    With log-probabilities in the verdict, `log_probs` has that of each token that the round added
+    to the output, and `top_ids`, `top_texts` and `top_log_probs` have a list of the likeliest
+    tokens at its position.
     """
     draft = round_.draft
     verdict = round_.verdict
@@ -84,6 +88,8 @@ def round_line(
     }
     if round_.unjudged:
         line["unjudged"] = round_.unjudged
+    if verdict.log_probs:
+        line |= _scores(verdict.log_probs, text_of)
     if record:
         figures: dict[str, Any] = (
             {"overlap": (), "kl": ()} if verdict.agreement is None else asdict(verdict.agreement)
@@ -92,3 +98,19 @@ def round_line(
         for name, values in figures.items():
             line[name] = [*values, *[None] * (len(draft.tokens) - len(values))]
     return line
+
+
+def _scores(
+    entries: Sequence[TokenLogProbs], text_of: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """Returns log-probabilities by key; null stands for tokens that the target excludes."""
+
+    def finite(numbers: Sequence[float]) -> list[float | None]:
+        return [number if math.isfinite(number) else None for number in numbers]
+
+    return {
+        "log_probs": finite([entry.log_prob for entry in entries]),
+        "top_ids": [list(entry.top) for entry in entries],
+        "top_texts": [[text_of([token]) for token in entry.top] for entry in entries],
+        "top_log_probs": [finite(entry.top_log_probs) for entry in entries],
+    }
