@@ -468,10 +468,12 @@ class Experts:
             assert weights.experts_norm is not None
             together = weights.experts.together(weights.experts_norm.dtype)
             self._run = Together(architecture, together, self._mixture)
-        self._router = _unrounded(make_linear, weights.router, weights.router_bias)
+        # then the choice of experts does not depend on the rows beside a row
+        is_wide = self._kernels is not None or make_linear.rounding is not None
+        self._router = unrounded(make_linear, weights.router, weights.router_bias, is_wide=is_wide)
         self._shared_gate: Multiply | None = None
         if weights.shared_gate is not None:
-            self._shared_gate = _unrounded(make_linear, weights.shared_gate)
+            self._shared_gate = unrounded(make_linear, weights.shared_gate, is_wide=is_wide)
         self._shared: DenseMLP | None = None
         if weights.shared is None:
             self.on_torch = ("choice of experts",)
@@ -511,21 +513,3 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def _times(x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     return x if factors is None else x * factors
-
-
-def _unrounded(
-    make_linear: MakeLinear, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> Multiply:
-    """Returns a function that computes x W^T + bias with the weight [out, in] as it is.
-
-    Where a row's result must not depend on the rows beside it, it is in float64: what is computed
-    from it and then rounded to float32 does not depend on the order of torch's operations.
-    """
-    if make_linear.kernels is not None:
-        product = unrounded(make_linear, weight, bias)
-        return lambda x: product(x).double()
-    dtype = weight.dtype if make_linear.rounding is None else torch.float64
-    columns = weight.to(dtype).t().contiguous()
-    if bias is None:
-        return lambda x: x.to(dtype) @ columns
-    return lambda x: (x.to(dtype) @ columns).add_(bias)

@@ -307,16 +307,18 @@ def unrounded(
     """Returns a function that computes x W^T + bias with the weight [out, in] as it is, whatever
     `make_linear` rounds weights to.
 
-    `is_wide`: without our own kernels it computes in float64, which it returns; rounded to float32,
-    a row does not depend on the rows beside it.
+    The result has the weight's dtype. If `is_wide`, it is in float64, and so are products without
+    our own kernels: what is computed from a row and then rounded to float32 does not depend on the
+    order of torch's operations, and so not on the rows beside it.
     """
     if make_linear.kernels is not None:
         packed = pack_floats(weight, make_linear.kernels.library)
-        return KernelLinear(make_linear.kernels, [packed], bias, 1.0)
-    if not is_wide:
-        return DenseLinear(weight, bias)
-    wide = DenseLinear(weight.double(), None if bias is None else bias.double())
-    return lambda x: wide(x.double())
+        product = KernelLinear(make_linear.kernels, [packed], bias, 1.0)
+        return (lambda x: product(x).double()) if is_wide else product
+    dtype = torch.float64 if is_wide else weight.dtype
+    wide_bias = None if bias is None else bias.to(dtype)
+    dense = DenseLinear(weight.to(dtype), wide_bias, by_columns=not weight.requires_grad)
+    return lambda x: dense(x.to(dtype))
 
 
 @cache
