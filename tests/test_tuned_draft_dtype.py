@@ -4,6 +4,7 @@ and `compare` load."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,8 @@ from tuning_helpers import COSTS, GREEDY, TEXTS, finished, generated, outcome
 from typer.testing import CliRunner
 
 import specgen
+from specgen.base.model_options import ModelOptions
+from specgen.base.types import QUANTISED
 from specgen.cli.app import app
 from specgen.decoding.costs import CostTable, Curve
 from specgen.engine.native.linear import refusal
@@ -23,8 +26,8 @@ from specgen.pair import profile as profiles
 from specgen.pair import profile_place
 from specgen.pair.loading import with_draft_dtype
 from specgen.pair.pair import Pair
-from specgen.tune import tuner
-from specgen.tune.other_drafts import rounded
+from specgen.tune import other_drafts, tuner
+from specgen.tune.other_drafts import rounded, with_other_drafts
 from specgen.tune.outcome import Candidate, Deadline, TuningRequest
 from specgen.tune.profile import from_outcome
 from specgen.tune.simulator import Simulator
@@ -82,12 +85,27 @@ def test_the_draft_with_the_larger_expected_speedup_is_taken(
 def test_small_drafts_are_not_rounded(
     both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rounded(both[0]) is None
+    assert [rounded(both[0], dtype) for dtype in QUANTISED] == [None, None]
     monkeypatch.setattr(tuner, "LEAST_BYTES", 1)
-    with rounded(both[0]) as pair:  # type: ignore[union-attr]
+    with rounded(both[0], "int8") as pair:  # type: ignore[union-attr]
         assert pair.draft is not None
         assert pair.draft.dtype_name == "int8"
         assert pair.target is both[0].target
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "int8"])
+def test_tune_tries_drafts_in_8_bits_and_with_kernels_in_4(
+    both: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, dtype: str | None
+) -> None:
+    """From the size where it pays, unless the user names the draft's dtype."""
+    monkeypatch.setattr(tuner, "LEAST_BYTES", 1)
+    for kernels, expected in ((object(), ["int8", "int4"]), (None, ["int8"])):
+        monkeypatch.setattr(other_drafts, "kernels_for", Mock(return_value=kernels))
+        with ExitStack() as opened:
+            _, others = with_other_drafts(both[0], ModelOptions(draft_dtype=dtype), opened)
+            pairs = [make(both[0]) for make in others]
+            tried = [pair.draft.dtype_name for pair in pairs if pair is not None and pair.draft]
+        assert tried == ([] if dtype else expected)
 
 
 @pytest.fixture

@@ -263,8 +263,8 @@ class TuningOutcome:
     `methods` has the best settings of each method, plain decoding included, sorted by expected
     speed, fastest first. `left_out` gives the reason for each method that was not tuned. `named`
     are the methods that the user named, None for all: no other one can be chosen, but for plain
-    decoding. `pair` has the models that were chosen, `draft_dtype` (`int8`) is what the draft's
-    weights were rounded to because that was faster, None if they were not.
+    decoding. `pair` has the models that were chosen, `draft_dtype` (`int8`, `int4`) is what the
+    draft's weights were rounded to because that was faster, None if they were not.
 
     What explains the speeds: `costs` has the seconds of a round (`RoundCosts.as_dict`), by what a
     round runs: `echo` (the target alone), `model` (the draft model), `exit` (the exit layer),

@@ -6,9 +6,9 @@ really run the most promising methods; choose. The result rests on real runs, ho
 is. Each step takes a share of the time that is left. Sets of layers to skip cannot be simulated, so
 they are tried in real runs.
 
-A draft with rounded weights (`--draft-dtype int8`) is tried too: rounding makes a draft pass
-shorter where it is bound by memory, and some of what it drafts worse. Both are measured: the costs
-of rounds, and how much is accepted.
+A draft with rounded weights (`--draft-dtype int8`, with our kernels `int4`) is tried too: rounding
+makes a draft pass shorter where it is bound by memory, and some of what it drafts worse. Both are
+measured: the costs of rounds, and how much is accepted.
 """
 
 from __future__ import annotations
