@@ -42,12 +42,13 @@ def make_app(
         title="specgen", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
     service = _Service(worker, default)
-    app.add_api_route("/health", service.health)
-    app.add_api_route("/docs", service.docs)
-    app.add_api_route("/v1/models", service.models)
-    app.add_api_route("/v1/models/{name:path}", service.model)
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", service.complete, methods=["POST"])
+    # routes without FastAPI's own reading of bodies: `parsed` does it
+    app.add_route("/health", service.health)
+    app.add_route("/docs", service.docs)
+    app.add_route("/v1/models", service.models)
+    app.add_route("/v1/models/{name:path}", service.model)
+    app.add_route("/v1/chat/completions", service.chat, methods=["POST"])
+    app.add_route("/v1/completions", service.complete, methods=["POST"])
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -81,17 +82,17 @@ class _Service:
             "context_length": target.context_limit,
         }
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         return _json({"status": "ok", "waiting": self._worker.waiting})
 
-    async def docs(self) -> Response:
+    async def docs(self, _: Request) -> Response:
         return Response(page(self._name), media_type="text/html", headers=_PAGE_HEADERS)
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model]})
 
-    async def model(self, name: str) -> Response:
-        self._check_model(name)
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
         return _json(self._model)
 
     async def chat(self, request: Request) -> Response:
@@ -189,7 +190,7 @@ def _events(batch: list[Event], answers: Answers) -> bytes:
 
 
 async def _all_events(job: Job) -> list[Event]:
-    events = [event async for batch in job.batches() for event in batch]
+    events = await job.all_events()
     last = events[-1]
     if isinstance(last, ApiError):
         raise last

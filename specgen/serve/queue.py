@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from specgen.methods.base import Request
     from specgen.pair.pair import Pair
 
+PAUSE = 0.01  # seconds between pieces of a streamed answer: faster ones are sent together
+MOST_FOR_FIRST = 0.01  # seconds that generating waits until the first text is sent
 _SEEDS = 1 << 63
 _RECENT = 8  # answers whose mean time says when a place in the queue may be free
 
@@ -120,11 +122,14 @@ Event = Piece | Ended | Done | ApiError
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the queue. The events of its answers come out of `events`, in
-    the event loop in which it was made. The last one is `Done` or an `ApiError`."""
+    """A request on its way through the queue. The events of its answers come out of `batches` or
+    `all_events`, in the event loop in which it was made. The last one is `Done` or an `ApiError`.
+
+    The event loop is woken for the first event, for the last one, and between them once in
+    `PAUSE` seconds, as both threads cannot run Python at the same time.
+    """
 
     asked: Asked
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     usage: Usage = field(default_factory=Usage)
     is_cancelled: bool = False
     # why the server itself ended it
@@ -132,21 +137,66 @@ class Job:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._events = deque[Event]()
+        self._arrived = asyncio.Event()
+        self._is_awaited = False  # whether the event loop wants to know of any event
+        self._is_streamed = False
+        self._is_begun = threading.Event()  # the client has been sent the first events
 
     def emit(self, event: Event) -> None:
         """Hands an event to the event loop. Called by the worker's thread."""
+        self._events.append(event)
+        if not self._is_awaited and not _is_last(event):
+            return
+        self._is_awaited = False
         with suppress(RuntimeError):  # the loop has ended, and with it the client's connection
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._arrived.set)
+        if self._is_streamed and not self._is_begun.is_set():
+            # while this thread waits, the first text is sent without waiting for it
+            self._is_begun.wait(MOST_FOR_FIRST)
+            self._is_begun.set()
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yields the events, all that have come at a time."""
+        self._is_streamed = True
         while True:
-            batch = [await self.events.get()]
-            while not self.events.empty():
-                batch.append(self.events.get_nowait())
+            await self._any_event()
+            batch = self._taken()
             yield batch
-            if isinstance(batch[-1], Done | ApiError):
+            self._is_begun.set()
+            if _is_last(batch[-1]):
                 return
+            await self._last_event(PAUSE)
+
+    async def all_events(self) -> list[Event]:
+        """Returns all events, once the last one has come."""
+        await self._last_event()
+        return self._taken()
+
+    async def _any_event(self) -> None:
+        self._is_awaited = True
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._is_awaited = False
+
+    async def _last_event(self, seconds: float | None = None) -> None:
+        """Waits for the last event, at most `seconds` (None: without limit)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not (self._events and _is_last(self._events[-1])):
+                    self._arrived.clear()
+                    await self._arrived.wait()
+
+    def _taken(self) -> list[Event]:
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+
+def _is_last(event: Event) -> bool:
+    return isinstance(event, Done | ApiError)
 
 
 class Worker:

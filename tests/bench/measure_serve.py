@@ -4,9 +4,11 @@ answers, made directly and through the server, in one process with the same load
     python tests/bench/measure_serve.py [--target MODEL] [--method NAME] [--repeats 7] [-n 128]
     python tests/bench/measure_serve.py --target MODEL --turns 10
 
-Both ways take turns, and each begins with empty caches. The client is another process, and measures
-from the request to the first piece of text and to the end. `--turns N` measures a conversation of N
-turns instead: what the cached prefix leaves of the time to the first token.
+Both ways take turns, and each begins with empty caches. All answers have the same number of tokens:
+the end of a sequence is ignored. Directly, an answer's text is made round by round, as `generate`
+shows it. The client is another process, which keeps its connection, and measures from the request
+to the first piece of text and to the end. `--turns N` measures a conversation of N turns instead:
+what the cached prefix leaves of the time to the first token.
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import specgen
 from specgen.base.types import SamplingParams
+from specgen.engine.text.stop_strings import StopStrings
 from specgen.pair.pair import Pair
 from specgen.serve.access import Access
 from specgen.serve.app import make_app
 from specgen.serve.queue import Worker
 from specgen.serve.server import Server, address_of, listen_at
+from specgen.view.generation import AnswerText
 
+DEFAULT = SamplingParams(ignore_eos=True)
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number, and explain it.",
     "Describe how a bicycle stays upright.",
@@ -65,10 +71,9 @@ class Answer(NamedTuple):
         return (self.usage["completion_tokens"] - 1) / (self.total - self.first)
 
 
-def ask(address: str, body: dict[str, Any]) -> Answer:
+def ask(connection: http.client.HTTPConnection, body: dict[str, Any]) -> Answer:
     """Asks for an answer, and reads it as it is sent."""
     sent = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    connection = http.client.HTTPConnection(urlsplit(address).netloc)
     begin = time.perf_counter()
     connection.request(
         "POST",
@@ -91,33 +96,38 @@ def ask(address: str, body: dict[str, Any]) -> Answer:
             first = first or (time.perf_counter() - begin if text else 0.0)
         usage = chunk["usage"] or usage
     total = time.perf_counter() - begin
-    connection.close()
     return Answer(text, usage, first, total)
 
 
 def answer_requests() -> None:
-    """The client's process: answers each line of standard input, an address and a body."""
+    """The client's process: asks for the body in each line of standard input, after the address in
+    the first one."""
+    connection = http.client.HTTPConnection(urlsplit(sys.stdin.readline().strip()).netloc)
     for line in sys.stdin:
-        print(json.dumps(ask(*json.loads(line))), flush=True)
+        print(json.dumps(ask(connection, json.loads(line))), flush=True)
+    connection.close()
 
 
 class Client:
     """A client in a process of its own."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--client"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._write(address)
 
     def ask(self, body: dict[str, Any]) -> Answer:
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps([self._address, body]), file=self._process.stdin, flush=True)
+        self._write(json.dumps(body))
         return Answer(*json.loads(self._process.stdout.readline()))
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
 
     def close(self) -> None:
         self._process.communicate()
@@ -127,22 +137,26 @@ def direct(pair: Pair, method: str, prompt: str, length: int) -> Answer:
     """The same answer without the server."""
     begin = time.perf_counter()
     messages = [{"role": "user", "content": prompt}]
-    request = pair.request(messages, method, SamplingParams(max_new_tokens=length))
+    request = pair.request(messages, method, replace(DEFAULT, max_new_tokens=length))
+    tokenizer = pair.tokenizer
+    stop = StopStrings.of(request.sampling.stop, tokenizer)
+    answer = AnswerText(tokenizer.detokenizer(request.prompt_ids), stop)
     first = 0.0
     tokens = 0
     for round_ in pair.run(request).rounds():
+        answer.add(round_)
         first = first or time.perf_counter() - begin
         tokens += len(round_.token_ids)
-    return Answer("", {"completion_tokens": tokens}, first, time.perf_counter() - begin)
+    return Answer(answer.text, {"completion_tokens": tokens}, first, time.perf_counter() - begin)
 
 
 @contextmanager
-def serving(pair: Pair, method: str) -> Iterator[str]:
-    """Serves the pair, and yields the address."""
+def serving(pair: Pair, method: str, default: SamplingParams) -> Iterator[str]:
+    """Serves the pair, and yields the address. `default` is for what requests leave out."""
     worker = Worker(pair, method, {}, 16)
     listening = listen_at("127.0.0.1", 0)
     is_open = threading.Event()
-    app = make_app(worker, SamplingParams(), Access("127.0.0.1"))
+    app = make_app(worker, default, Access("127.0.0.1"))
     server = Server(app, worker, listening, is_open.set)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -178,7 +192,10 @@ def compare(pair: Pair, method: str, client: Client, repeats: int, length: int) 
     pairs = list(zip(found["server"], found["direct"], strict=True))
     first = median(served[0] / own[0] for served, own in pairs)
     speed = median(served[1] / own[1] for served, own in pairs)
-    print(f"server/direct: first token {first:.3f}, tokens/s {speed:.3f}")
+    more = median(served[0] - own[0] for served, own in pairs)
+    print(
+        f"server/direct: first token {first:.3f} ({1000 * more:+.2f} ms), tokens/s {speed:.3f}"
+    )
 
 
 def converse(pair: Pair, client: Client, turns: int, length: int) -> None:
@@ -214,7 +231,8 @@ def main() -> None:
         return
     with specgen.load(options.target, options.draft) as pair:
         pair.warm_up(sequential=True)
-        with serving(pair, options.method) as address:
+        default = SamplingParams() if options.turns else DEFAULT
+        with serving(pair, options.method, default) as address:
             client = Client(address)
             try:
                 if options.turns:
