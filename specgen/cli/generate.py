@@ -19,16 +19,10 @@ from rich.text import Text
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.grammars import Grammar
-from specgen.base.types import LARGEST, SamplingParams
+from specgen.base.types import LARGEST
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import (
-    chosen_method,
-    method_and_settings,
-    models_in_words,
-    open_pair,
-    show_overlap,
-)
+from specgen.cli.opening import Opening, show_what_decodes
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -40,9 +34,7 @@ from specgen.view import theme
 from specgen.view.progress import Progress
 
 if TYPE_CHECKING:
-    from specgen.methods.base import Choice
     from specgen.pair.pair import Pair
-    from specgen.pair.profile import Profile
 
 
 def generate(
@@ -59,7 +51,7 @@ def generate(
     params = sampling.params()
     if params.grammar is not None:
         _check_grammar(params.grammar)
-    choice = chosen_method(asked.method, asked.settings, models, params)
+    opening = Opening.of(asked.method, asked.settings, models, params)
     _check_options(asked, output)
     prompts, prompt = _inputs(asked, output, models)
 
@@ -69,22 +61,12 @@ def generate(
         if output.trace is not None:
             trace = opened.enter_context(closing(TraceWriter(output.trace)))
         _say_what_is_lost(asked, output, err)
-        is_named = asked.method is not None
-        pair, profile = _open_pair(models, choice, params, err, output, is_named=is_named)
+        pair, profile = opening.open(err, quiet=output.quiet)
         opened.enter_context(pair)
 
         text = "" if prompt is None else _whole_text(prompt, err, quiet=output.quiet)
-        name, settings, tuned = method_and_settings(
-            profile, choice.method.name if is_named else None, choice.given
-        )
-        if models.finds and profile is None and not is_named:
-            trial_text = prompts[0].text if prompts else text
-            from specgen.cli.drafter_trial import choose_found
-
-            name = choose_found(pair, trial_text, params, err, quiet=output.quiet)
-        draft = methods.find(name).draft_of(pair.models)
-        if tuned and models.finds and draft is not None:
-            tuned += f", drafted by {draft.name}"
+        trial_text = prompts[0].text if prompts else text
+        name, settings, tuned = opening.decoding(pair, profile, trial_text, err, quiet=output.quiet)
 
         decoding = Decoding(name, settings, params, output)
         answers = _Answers(asked, pair, decoding, tuned, _where(pair, models), trace, err)
@@ -191,30 +173,6 @@ def _inputs(
     return prompts, prompt
 
 
-def _open_pair(
-    models: DecodingGroup,
-    choice: Choice,
-    params: SamplingParams,
-    err: Console,
-    output: GenerateOutput,
-    *,
-    is_named: bool,
-) -> tuple[Pair, Profile | None]:
-    """Loads the models that the method needs, as `opening.open_pair`. A profile is looked for
-    unless the user gave settings."""
-    loading = choice.method.loading
-    return open_pair(
-        models,
-        err,
-        quiet=output.quiet,
-        drafts={loading.draft},
-        tuned_for=None if choice.given else params,
-        remembered=True,
-        find=loading.find,
-        is_method_named=is_named,
-    )
-
-
 def _whole_text(prompt: PromptInput, err: Console, *, quiet: bool) -> str:
     """Waits for what is piped in, and returns the whole prompt. Prints why nothing was joined."""
     text = prompt.text()
@@ -250,11 +208,7 @@ def _say_what_decodes(pair: Pair, decoding: Decoding, err: Console) -> None:
     model can draft; nothing with --quiet."""
     if decoding.output.quiet:
         return
-    draft = methods.find(decoding.name).draft_of(pair.models)
-    models = models_in_words(pair, with_draft=draft is not None)
-    err.print(Text(f"{models}, {decoding.name}", "quiet"), soft_wrap=True)
-    if draft is not None and decoding.settings.get("translation") != "text":
-        show_overlap(pair, err)
+    show_what_decodes(pair, decoding.name, decoding.settings, err)
 
 
 def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:

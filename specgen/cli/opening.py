@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,24 +31,71 @@ if TYPE_CHECKING:
     from specgen.pair.profile import Profile
 
 
-def chosen_method(
-    named: str | None,
-    settings: Sequence[str] | None,
-    models: DecodingGroup,
-    params: SamplingParams,
-) -> Choice:
-    """Returns the method of --method, else the default one, with the settings that the user gave,
-    also by --set. Imports the module of a method from outside. Raises SpecgenError if something is
-    wrong with them, or if the method lacks a draft model."""
-    name, given = methods.split(methods.DEFAULT_METHOD if named is None else named)
-    given |= parse_pairs(list(settings or ()))
-    method = methods.find(name) if named is None else methods.named(name)
-    refusal = None if models.has_draft else method.refusal_without_draft(models.target)
-    if refusal is not None:
-        raise refusal
-    choice = methods.choice_of(name, given)
-    method.check_request(choice.settings, params)
-    return choice
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Opens the models for a command that decodes with one method, and decides how they decode.
+
+    `choice` is the method of --method, else the default one (`is_named` False), with the settings
+    that the user gave. `sampling` has the sampling parameters for which a profile is looked for.
+    """
+
+    models: DecodingGroup
+    choice: Choice
+    sampling: SamplingParams
+    is_named: bool
+
+    @classmethod
+    def of(
+        cls,
+        named: str | None,
+        settings: Sequence[str] | None,
+        models: DecodingGroup,
+        sampling: SamplingParams,
+    ) -> Opening:
+        """Reads the values of --method and --set. Imports the module of a method from outside.
+        Raises SpecgenError if something is wrong with them, or if the method lacks a draft
+        model."""
+        name, given = methods.split(methods.DEFAULT_METHOD if named is None else named)
+        given |= parse_pairs(list(settings or ()))
+        method = methods.find(name) if named is None else methods.named(name)
+        refusal = None if models.has_draft else method.refusal_without_draft(models.target)
+        if refusal is not None:
+            raise refusal
+        choice = methods.choice_of(name, given)
+        method.check_request(choice.settings, sampling)
+        return cls(models, choice, sampling, named is not None)
+
+    def open(self, err: Console, *, quiet: bool) -> tuple[Pair, Profile | None]:
+        """Loads the models that the method needs, as `open_pair`. A profile is looked for unless
+        the user gave settings."""
+        loading = self.choice.method.loading
+        return open_pair(
+            self.models,
+            err,
+            quiet=quiet,
+            drafts={loading.draft},
+            tuned_for=None if self.choice.given else self.sampling,
+            remembered=True,
+            find=loading.find,
+            is_method_named=self.is_named,
+        )
+
+    def decoding(
+        self, pair: Pair, profile: Profile | None, text: str, err: Console, *, quiet: bool
+    ) -> tuple[str, Mapping[str, object], str]:
+        """Returns the method, its settings and a text about them, as `method_and_settings`. What
+        was found to draft for the target is tried after `text`, if nothing else decides."""
+        name, settings, tuned = method_and_settings(
+            profile, self.choice.method.name if self.is_named else None, self.choice.given
+        )
+        if self.models.finds and profile is None and not self.is_named:
+            from specgen.cli.drafter_trial import choose_found
+
+            name = choose_found(pair, text, self.sampling, err, quiet=quiet)
+        draft = methods.find(name).draft_of(pair.models)
+        if tuned and self.models.finds and draft is not None:
+            tuned += f", drafted by {draft.name}"
+        return name, settings, tuned
 
 
 def open_pair(
@@ -178,6 +225,18 @@ def models_in_words(pair: Pair, *, with_draft: bool = True) -> str:
     if target.name == "demo/target":
         names = "demo pair"
     return f"{names}, {target.device} {target.dtype_name}"
+
+
+def show_what_decodes(
+    pair: Pair, method: str, settings: Mapping[str, object], err: Console
+) -> None:
+    """Prints the models, their device and dtype, the method, and how much of the text the draft
+    model can draft."""
+    draft = methods.find(method).draft_of(pair.models)
+    models = models_in_words(pair, with_draft=draft is not None)
+    err.print(Text(f"{models}, {method}", "quiet"), soft_wrap=True)
+    if draft is not None and settings.get("translation") != "text":
+        show_overlap(pair, err)
 
 
 def show_overlap(pair: Pair, err: Console) -> None:

@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import ReportedInterrupt
 from specgen.base.types import SamplingParams
-from specgen.cli.opening import (
-    chosen_method,
-    method_and_settings,
-    models_in_words,
-    open_pair,
-    show_overlap,
-)
+from specgen.cli.opening import Opening, show_what_decodes
 from specgen.cli.options import DecodingGroup, ServeOptions, ServeOutput, ServeSampling
 from specgen.view import theme
 
@@ -46,7 +39,7 @@ def serve(
     wrong options and RunError for failures while running."""
     default = sampling.params()
     _check_packages()
-    choice = chosen_method(asked.method, asked.settings, models, default)
+    opening = Opening.of(asked.method, asked.settings, models, default)
     access = _access(asked)
     err = theme.console(stderr=True, no_color=output.no_color)
     from specgen.serve.server import Server, listen_at
@@ -56,26 +49,9 @@ def serve(
         listening = opened.enter_context(closing(listen_at(asked.host, asked.port)))
         _check_reach(listening, access)
 
-        is_named = asked.method is not None
-        loading = choice.method.loading
-        pair, profile = open_pair(
-            models,
-            err,
-            quiet=output.quiet,
-            drafts={loading.draft},
-            tuned_for=None if choice.given else default,
-            remembered=True,
-            find=loading.find,
-            is_method_named=is_named,
-        )
+        pair, profile = opening.open(err, quiet=output.quiet)
         opened.enter_context(pair)
-        name, settings, _ = method_and_settings(
-            profile, choice.method.name if is_named else None, choice.given
-        )
-        if models.finds and profile is None and not is_named:
-            from specgen.cli.drafter_trial import choose_found
-
-            name = choose_found(pair, _TRIAL_PROMPT, default, err, quiet=output.quiet)
+        name, settings, _ = opening.decoding(pair, profile, _TRIAL_PROMPT, err, quiet=output.quiet)
         _warm_up(pair, name, settings, default)
 
         from specgen.serve.app import make_app
@@ -177,11 +153,7 @@ def _say_where(
     """Prints what serves, where, and how to ask."""
     from specgen.serve.server import address_of
 
-    draft = methods.find(name).draft_of(pair.models)
-    models = models_in_words(pair, with_draft=draft is not None)
-    err.print(Text(f"{models}, {name}", "quiet"), soft_wrap=True)
-    if draft is not None and settings.get("translation") != "text":
-        show_overlap(pair, err)
+    show_what_decodes(pair, name, settings, err)
     address = address_of(listening)
     err.print(Text(f"serving at {address}/v1 (Ctrl-C ends it)"), soft_wrap=True)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""

@@ -193,9 +193,7 @@ def compare(pair: Pair, method: str, client: Client, repeats: int, length: int) 
     first = median(served[0] / own[0] for served, own in pairs)
     speed = median(served[1] / own[1] for served, own in pairs)
     more = median(served[0] - own[0] for served, own in pairs)
-    print(
-        f"server/direct: first token {first:.3f} ({1000 * more:+.2f} ms), tokens/s {speed:.3f}"
-    )
+    print(f"server/direct: first token {first:.3f} ({1000 * more:+.2f} ms), tokens/s {speed:.3f}")
 
 
 def converse(pair: Pair, client: Client, turns: int, length: int) -> None:
