@@ -303,7 +303,7 @@ def address_in(process: Forked) -> str:
     """The address that the command prints, once it serves there."""
     for line in process.stderr:
         if line.startswith(b"serving at "):
-            return line.split()[2].decode().removesuffix("/v1")
+            return line.split()[2].decode().removesuffix("/v1,")
     raise AssertionError("it ended")
 
 

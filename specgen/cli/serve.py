@@ -155,7 +155,8 @@ def _say_where(
 
     show_what_decodes(pair, name, settings, err)
     address = address_of(listening)
-    err.print(Text(f"serving at {address}/v1 (Ctrl-C ends it)"), soft_wrap=True)
+    where = f"serving at {address}/v1, with a page at {address} (Ctrl-C ends it)"
+    err.print(Text(where), soft_wrap=True)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if has_key else ""
     body = '{"messages": [{"role": "user", "content": "Hello"}]}'
     err.print(

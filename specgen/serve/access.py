@@ -13,7 +13,7 @@ from typing import Any
 from specgen.base.text import json_line
 from specgen.serve.errors import ApiError
 
-OPEN = "/health"  # needs no key
+OPEN = ("/", "/health")  # need no key: the page asks for it, and has nothing of the model
 LARGEST_BODY = 16 << 20  # bytes
 _LOOPBACK_NAMES = ("localhost",)
 
@@ -37,7 +37,7 @@ class Access:
 
     `host` is where the server listens, `hosts` are further names by which clients may call it,
     `origins` those of pages in a browser (`https://example.org`) that may ask. `key` is what every
-    request but those for `OPEN` has to have; None: no key is needed.
+    request has to have, but those for `OPEN`; None: no key is needed.
     """
 
     host: str
@@ -55,7 +55,7 @@ class Access:
 
         headers |= self._of_origin(scope, host)
         is_preflight = scope["method"] == "OPTIONS" and bool(headers)
-        if not is_preflight and scope["path"] != OPEN:
+        if not is_preflight and scope["path"] not in OPEN:
             self._check_key(scope)
         if scope["method"] == "POST":
             _check_body(scope)

@@ -12,11 +12,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from specgen import methods
 from specgen.base.machine import __version__
 from specgen.base.text import json_line
 from specgen.base.types import SamplingParams
 from specgen.serve.access import LARGEST_BODY, Access, App, Guard, Receive, Scope, Send, too_large
 from specgen.serve.answers import Answers, ChatAnswers, CompletionAnswers
+from specgen.serve.chat_page import chat_page
 from specgen.serve.description import page
 from specgen.serve.errors import ApiError
 from specgen.serve.queue import Asked, Done, Event, Job, Worker
@@ -43,6 +45,7 @@ def make_app(
     )
     service = _Service(worker, default)
     # routes without FastAPI's own reading of bodies: `parsed` does it
+    app.add_route("/", service.chat_page)
     app.add_route("/health", service.health)
     app.add_route("/docs", service.docs)
     app.add_route("/v1/models", service.models)
@@ -74,16 +77,25 @@ class _Service:
         self._default = default
         target = worker.pair.target
         self._name = target.name
+        self._page = chat_page()
         self._model: dict[str, Any] = {
             "id": target.name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "specgen",
             "context_length": target.context_limit,
+            "specgen": {
+                "method": worker.method,
+                "lossless": methods.find(worker.method).lossless,
+                "temperature": default.temperature,
+            },
         }
 
     async def health(self, _: Request) -> Response:
         return _json({"status": "ok", "waiting": self._worker.waiting})
+
+    async def chat_page(self, _: Request) -> Response:
+        return Response(self._page.html, media_type="text/html", headers=self._page.headers)
 
     async def docs(self, _: Request) -> Response:
         return Response(page(self._name), media_type="text/html", headers=_PAGE_HEADERS)

@@ -22,6 +22,7 @@ from specgen.pair.figures import Figures
 from specgen.pair.prompts import Prompt, continuation_ids
 from specgen.serve.errors import ApiError, of_generation
 from specgen.view.generation import AnswerText
+from specgen.view.generation import Piece as AnswerPiece
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PAUSE = 0.01  # seconds between pieces of a streamed answer: faster ones are sent together
 MOST_FOR_FIRST = 0.01  # seconds that generating waits until the first text is sent
+PLAIN = "ar"  # the method without drafts
 _SEEDS = 1 << 63
 _RECENT = 8  # answers whose mean time says when a place in the queue may be free
 
@@ -42,8 +44,8 @@ class Asked:
 
     With a seed in `sampling`, answer i of a prompt has the seed + i. `prompt_field` is the
     request's field with the prompts. `prediction` is what the client expects as answer, which is
-    drafted too. `method` replaces the server's method, as on the command line;
-    None: the server's. `rounds`: the client also gets each round, as in a trace.
+    drafted too. `method` is the server's method, which None means too, or `ar`. `rounds`: the
+    client also gets each round, as `_round_line` has it.
     """
 
     prompts: Sequence[Prompt]
@@ -236,11 +238,7 @@ class Worker:
         Raises ApiError: 503 if the queue is full, or if the server is ending, 400 if its method
         cannot decode with the sampling parameters.
         """
-        if asked.method is None:
-            try:
-                self._choice.method.check_request(self._choice.settings, asked.sampling)
-            except SpecgenError as error:
-                raise ApiError(400, str(error), param="temperature") from error
+        self._check_method(asked)
         with self._changed:
             if self._is_closing:
                 raise _ending()
@@ -256,6 +254,19 @@ class Worker:
             self._waiting.append(job)
             self._changed.notify_all()
         return job
+
+    def _check_method(self, asked: Asked) -> None:
+        """Raises ApiError for a method that is neither the server's nor plain decoding: what others
+        need is not loaded, and measuring it would keep all clients waiting."""
+        if asked.method == PLAIN:
+            return
+        if asked.method not in (None, self.method):
+            problem = f"this server decodes with {self.method}, and with {PLAIN} where asked to"
+            raise ApiError(400, problem, param="specgen.method")
+        try:
+            self._choice.method.check_request(self._choice.settings, asked.sampling)
+        except SpecgenError as error:
+            raise ApiError(400, str(error), param="temperature") from error
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client has gone: at once if it waits, within one round if it runs."""
@@ -336,10 +347,10 @@ class Worker:
         job.emit(Done(job.usage))
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, asked: Asked) -> Request:
-        if asked.method is None:
-            request = self.pair.request(prompt, self.method, sampling, **self._settings)
+        if asked.method == PLAIN:
+            request = self.pair.request(prompt, PLAIN, sampling)
         else:
-            request = self.pair.request(prompt, asked.method, sampling)
+            request = self.pair.request(prompt, self.method, sampling, **self._settings)
         if not asked.prediction:
             return request
         expected = continuation_ids(asked.prediction, self.pair.tokenizer)
@@ -362,10 +373,11 @@ class Worker:
         with closing(rounds):
             for round_ in _until(rounds, lambda: job.is_cancelled or job.ended_by is not None):
                 figures.add(round_)
-                text = "".join(piece.text for piece in answer.add(round_))
+                shown = answer.add(round_)
+                text = "".join(piece.text for piece in shown)
                 lines: Sequence[Mapping[str, Any]] = ()
                 if asked.rounds:
-                    lines = [records.round_line(round_, tokenizer.text_of)]
+                    lines = [_round_line(round_, shown, tokenizer)]
                 job.emit(Piece(choice, text, scores.after(round_), lines))
 
         job.usage.add(figures)
@@ -423,6 +435,18 @@ class _Scores:
         text = self._tokenizer.text_of([token])
         own = self._pieces[token] if token < len(self._pieces) else None
         return text, text.encode() if own is None else own
+
+
+def _round_line(
+    round_: Round, shown: Sequence[AnswerPiece], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Returns a round as a trace has it, and what a page needs to show it: `statuses` of the
+    drafted tokens, and `shown`, the answer's text that the round has completed, in pieces of which
+    `drafted` says whether their tokens were."""
+    return records.round_line(round_, tokenizer.text_of) | {
+        "statuses": [status.value for status in round_.statuses],
+        "shown": [{"text": piece.text, "drafted": piece.drafted} for piece in shown],
+    }
 
 
 def _until(rounds: Iterator[Round], is_over: Callable[[], bool]) -> Iterator[Round]:

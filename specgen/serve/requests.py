@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.grammars import JSON_OBJECT, Grammar
 from specgen.base.types import LARGEST, SamplingParams
@@ -151,7 +150,7 @@ class Particular(Body):
         default=False, description="also send each round, as specgen's traces have it"
     )
     method: str | None = Field(
-        default=None, description="a decoding method instead of the server's"
+        default=None, description="ar for plain decoding instead of the server's method"
     )
 
 
@@ -194,7 +193,8 @@ class Common(Body):
         None, description="how many answers, one after the other"
     )
     specgen: Particular | None = Field(
-        None, description="rounds: true for each round, as in a trace; method: another method"
+        None,
+        description="rounds: true for each round, as in a trace; method: ar for plain decoding",
     )
     # known, and not honoured
     logit_bias: _without("tokens cannot be biased here", {}) = None  # type: ignore[valid-type]
@@ -319,16 +319,8 @@ class CompletionRequest(Common):
 def _asked(
     body: Common, prompts: Sequence[Prompt], prompt_field: str, sampling: SamplingParams
 ) -> Asked:
-    """Returns what is to be generated. Raises ApiError if the method in the request cannot do
-    it."""
-    particular = body.specgen or Particular.model_construct()
-    if particular.method is not None:
-        try:
-            name, settings = methods.split(particular.method)
-            choice = methods.choice_of(name, settings)
-            choice.method.check_request(choice.settings, sampling)
-        except SpecgenError as error:
-            raise ApiError(400, str(error), param="specgen.method") from error
+    """Returns what is to be generated."""
+    particular = body.specgen or Particular()
     return Asked(
         prompts,
         sampling,
