@@ -86,7 +86,7 @@ bild:fallback=0.5:rollback=4:k=6 bild:policy=confidence
 joint:k=2 joint:k=3:beams=4 joint:k=3:nodes=16 spectr spectr:k=2:drafts=6
 spectr:policy=svip:drafts=2
 specinfer specinfer:k=3:drafts=2 specinfer:policy=confidence
-eesd eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5 eesd-fixed eesd-fixed:k=3
+eesd:policy=cali-ts eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5 eesd-fixed eesd-fixed:k=3
 eesd-fixed:policy=svip
 eesd-fixed:cape=true eesd-beta eesd-beta:alpha=3:beta=2:max_draft=6 eesd-cali
 eesd-cali:sigma_model=0.1:sigma_sample=1
@@ -98,7 +98,7 @@ eagle:width=1:policy=adaptive:{COSTS}
 glide glide:k=3 glide:cape=true glide:policy=svip glide:policy=heuristic
 selfsd:skip=5+6a+7m selfsd:skip=3+4:k=6 selfsd:skip=2+9:policy=fixed:k=4 selfsd:skip=4m+8a:cape=true
 mtp block block:k=4:nodes=12 block:policy=confidence block:policy=adaptive:{COSTS}
-fly:k=15:window=4:entropy=0
+fly:k=15:window=4:entropy=0 eesd:{COSTS}
 """.split()
 FAMILY = f"""
 ar sd:k=4 sd:k=3:width=2 sd:width=3:depth=4:nodes=7 sd:cape=true svip:threshold=0.5
@@ -125,7 +125,7 @@ OPTIONS += ["--backend transformers", "--seed 7"]
 RUNS = [
     "svip",
     "eagle",
-    "eesd",
+    "eesd:policy=cali-ts",
     "lookup:k=6",
     "sd:k=3:width=2",
     "glide",

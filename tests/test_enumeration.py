@@ -74,7 +74,7 @@ POLICIES = [  # that read the drawn token or what was accepted before
         zero=True,
         seed=1,
     ),
-    Case("eesd-fixed", {"policy": "adaptive", "draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
+    Case("eesd", {"draft_cost": 0.2, "verify_cost": 0.05}, 5, seed=2),
     # prompt lookup's drafts, which are not drawn, take turns with the draft model's
     Case("adaptive", {"draft_cost": 0.3, "verify_cost": 0.02, "max_draft": 2}, 5),
 ]

@@ -46,7 +46,7 @@ sd:width=4:nodes=8 sd:cape=true sd:width=2:policy=adaptive:{COSTS} spectr:policy
 pearl:policy=svip
 """.split()
 OF_LAYERS = f"""
-eesd eesd-fixed eesd-fixed:policy=svip eesd-fixed:cape=true eesd-beta eesd-cali
+eesd:{COSTS} eesd-fixed eesd-fixed:policy=svip eesd-fixed:cape=true eesd-beta eesd-cali
 eesd-cali:sampling_prediction=false
 eesd-cali:model_prediction=false eesd-tree:width=2 eesd-tree:width=3:theta0=1:sigma_model=0.001
 eesd-tree:width=3:nodes=7

@@ -387,9 +387,35 @@ def test_a_draft_ends_where_penalties_forbid_all_its_tokens(
         ("eesd-fixed", {"policy": "fixed"}),
         ("eesd-beta", {"policy": "beta-ts"}),
         ("eesd-cali", {"policy": "cali-ts"}),
-        ("eesd-tree", {"width": "3", "depth": "5"}),
+        ("eesd-tree", {"policy": "cali-ts", "width": "3", "depth": "5"}),
     ],
 )
 def test_an_older_name_is_a_method_with_settings(older: str, given: dict[str, str]) -> None:
     assert older not in methods.METHODS
     assert methods.resolve(methods.find(older), {}) == methods.resolve(methods.find("eesd"), given)
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "adaptive"),
+        ({"max_draft": 5}, "adaptive"),
+        ({"k": 3}, "fixed"),
+        ({"theta0": 0.5, "max_draft": 5}, "cali-ts"),
+        ({"model_prediction": False}, "cali-ts"),
+        ({"alpha": 2}, "beta-ts"),
+        ({"policy": "fixed", "k": 3}, "fixed"),
+    ],
+)
+def test_a_setting_of_a_policy_of_early_exit_selects_it(
+    given: dict[str, Any], policy: str
+) -> None:
+    """The setting itself is read, too."""
+    settings = methods.resolve(methods.find("eesd"), given)
+    assert settings.policy == policy
+    assert all(settings.values[name] == value for name, value in given.items() if name != "policy")
+
+
+def test_settings_of_two_policies_of_early_exit_are_refused() -> None:
+    with pytest.raises(SpecgenError, match="with policy=cali-ts has no setting 'alpha'"):
+        methods.resolve(methods.find("eesd"), {"theta0": 0.5, "alpha": 2.0})

@@ -299,10 +299,10 @@ def resolve(
     """Checks the user's settings `given` and adds the defaults. Raises SpecgenError for an unknown
     setting or an invalid value.
 
-    A `k` without a `policy` means `policy=fixed` if the method's own policy is `adaptive`, which
-    has no `k`. `has_predictor` says whether the exit layer has an acceptance predictor; for some
-    methods this decides the length policy if the user names none. With None (not known yet) the
-    settings of both possible policies are accepted.
+    A setting without a `policy` may select one: see `Method.policy_by_setting`. `has_predictor`
+    says whether the exit layer has an acceptance predictor; for some methods this decides the
+    length policy if the user names none. With None (not known yet) the settings of both possible
+    policies are accepted.
     """
     if method.policy_without_predictor is not None and has_predictor is None:
         try:
@@ -335,8 +335,9 @@ def _take_policy(
 
     Takes the setting `policy` out of `wanted`, where users may choose it.
     """
-    if method.k_alone and "k" in wanted:
-        wanted.setdefault("policy", Fixed.name)
+    for name, policy in method.policy_by_setting.items():
+        if name in wanted:
+            wanted.setdefault("policy", policy)
     if method.any_policy and "policy" in wanted:
         policy = str(wanted.pop("policy"))
         if policy not in POLICIES:
@@ -365,7 +366,7 @@ def _unknown_setting(
     combination = method.name
     if policy != method.policy:
         combination = f"{method.name} with policy={policy}"
-    settable = [*_settable(method, known), *(["k"] if method.k_alone else [])]
+    settable = [*_settable(method, known), *method.policy_by_setting]
     hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
     return SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
 

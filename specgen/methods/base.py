@@ -35,6 +35,7 @@ DRAFT_MODEL = "draft model"
 SKIPPED_LAYERS = "skipped layers"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
+FIXED = "fixed"  # the length policy with drafts of `k` tokens
 # new tokens for which KV caches are allocated before a run, at most: they grow if it generates more
 RESERVED = 4096
 
@@ -263,10 +264,11 @@ class Method:
         return settings.drafts_tree or bool(settings.values.get("cape"))
 
     @property
-    def k_alone(self) -> bool:
-        """Whether the setting `k`, if given without `policy`, selects the policy `fixed`: the
-        method's own, `adaptive`, has no `k`."""
-        return self.any_policy and self.policy == ADAPTIVE
+    def policy_by_setting(self) -> Mapping[str, str]:
+        """The length policy that a setting selects if it is given without `policy`, by the
+        setting's name: `k` selects `fixed` if the method's own policy is `adaptive`, which has no
+        `k`."""
+        return {"k": FIXED} if self.any_policy and self.policy == ADAPTIVE else {}
 
     def without_part(self, target: str | None) -> SpecgenError:
         """Returns the error to raise if what the method drafts with is missing. Only for methods

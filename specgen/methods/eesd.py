@@ -1,5 +1,4 @@
-"""EESD: the target's first layers and a trained exit layer draft, and Thompson sampling ends the
-drafts. Imports no torch.
+"""EESD: the target's first layers and a trained exit layer draft. Imports no torch.
 
 Where the paper's sections are built:
 
@@ -7,13 +6,18 @@ Where the paper's sections are built:
   share the first N layers' results, so that verification runs only the later layers.
 - Self-distillation (3.2): `train.texts` has the target generate the text, `train.exits` trains.
 - Thompson sampling (3.3, Algorithms 1 to 3): `thompson`, its predictor: `engine.parts.own_layers`.
+  It ends the drafts with `policy=cali-ts`.
 - Trees (5.7): `decoding.tree`.
 - The ablations (Tables 4 and 5) are other length policies: `policy=beta-ts`, `policy=fixed`, and
   the switches of `cali-ts`.
+
+By default `adaptive` ends the drafts: unlike Thompson sampling, it counts what drafting and
+verification cost, and drafts nothing where that does not pay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
@@ -21,9 +25,15 @@ from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import DEFAULT_PART, EXIT, training_command
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import MODEL_SIGNALS
-from specgen.methods.base import Grid, Loading, PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import CAPE, model_drafter, tree_settings
-from specgen.methods.thompson import BETA_TS_GRID, CALI_TS_GRID
+from specgen.methods.base import ADAPTIVE, Grid, Loading, PartMethod, Tuning, make_run
+from specgen.methods.model_drafts import (
+    ADAPTIVE_GRID,
+    CAPE,
+    SVIP_GRID,
+    model_drafter,
+    tree_settings,
+)
+from specgen.methods.thompson import BETA_TS_GRID, CALI_TS_GRID, BetaTS, CaliTS
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -37,26 +47,36 @@ _EXIT = {
     )
 }
 _FIXED_GRID: Grid = {"policy": ("fixed",), "k": range(1, 13)}
+_GRIDS = (ADAPTIVE_GRID, SVIP_GRID, CALI_TS_GRID, BETA_TS_GRID, _FIXED_GRID)
 _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
+
+
+def _policy_by_setting() -> dict[str, str]:
+    """Returns the policy that each setting of Thompson sampling belongs to, by the setting's name.
+    `max_draft` is left out, because other policies have it too."""
+    policies = (CaliTS, BetaTS)
+    names = {name: policy.name for policy in policies for name in policy.settings}
+    return {name: policy for name, policy in names.items() if name != "max_draft"}
 
 
 class EESD(PartMethod):
     """The target's first layers with the exit layer draft chains or trees, until the length policy
-    ends the draft: Cali-TS if the exit layer has a predictor, else Beta-TS. The target verifies."""
+    ends the draft. The target verifies.
+
+    The paper's policy is `cali-ts`, which needs an exit layer with a predictor of acceptance. Its
+    settings, and those of `beta-ts`, select it without naming it.
+    """
 
     name = "eesd"
-    paper = "EESD, with Cali-TS if there is a predictor, else Beta-TS; trees: section 5.7"
+    paper = "EESD; the paper's Thompson sampling: policy=cali-ts; trees: section 5.7"
     needs = EXIT
     needed_part = "an exit layer"
-    policy = "cali-ts"
-    policy_without_predictor: ClassVar[str | None] = "beta-ts"
+    policy: ClassVar[str | None] = ADAPTIVE
     any_policy = True
     signals = MODEL_SIGNALS
     settings: ClassVar = tree_settings(1, "auto") | CAPE | _EXIT
     loading: ClassVar = Loading()
-    tuning = Tuning(
-        "exit", recorded=True, grids=(CALI_TS_GRID, BETA_TS_GRID, _FIXED_GRID), shapes=(_TREES,)
-    )
+    tuning = Tuning("exit", recorded=True, grids=_GRIDS, shapes=(_TREES,))
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)  # with the predictor, if the exit layer has one
@@ -64,6 +84,11 @@ class EESD(PartMethod):
         # Target and draft share the first layers, so that a target pass is shorter than those that
         # were measured: the plain schedule does not compare them.
         return make_run(models, request, setup, drafter, schedule=decoding.sequential)
+
+    @property
+    def policy_by_setting(self) -> Mapping[str, str]:
+        implied = super().policy_by_setting
+        return {**implied, **_policy_by_setting()} if implied else implied
 
     def without_part(self, target: str | None) -> SpecgenError:
         return SpecgenError(

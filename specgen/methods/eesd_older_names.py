@@ -11,7 +11,7 @@ from specgen.methods.model_drafts import tree_settings
 class EESDCali(EESD):
     name = "eesd-cali"
     alias_of = "eesd"
-    policy_without_predictor = None
+    policy = "cali-ts"
 
 
 class EESDBeta(EESDCali):
@@ -27,5 +27,7 @@ class EESDFixed(EESDCali):
 class EESDTree(EESD):
     name = "eesd-tree"
     alias_of = "eesd"
+    policy = "cali-ts"
+    policy_without_predictor = "beta-ts"
     settings: ClassVar = EESD.settings | tree_settings(3, 5)
     grows_trees = True

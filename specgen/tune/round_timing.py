@@ -49,6 +49,7 @@ _ROWS_A_PASS = 4  # so many further tokens of a target pass take about as long a
 _COPIED_SHARE = 4  # a copied draft is timed if the context has room for so many
 MOST_ROUNDS = 9  # rounds that are timed with each draft length
 NEW_TOKENS = 96  # tokens that one run generates at most
+_SIGNALS = frozenset({"entropy", "prob"})  # those of a drafted token that most policies read
 _UNRELATED = 256  # tokens that are drafted in turn while the target alone is timed
 PARALLEL_ROUNDS = 24  # rounds of PEARL that are timed in one run
 _LABELS = {
@@ -329,9 +330,5 @@ def _time_kind(
     if kind == "echo":
         drafter = UnrelatedDrafter(distinct_ids(_UNRELATED, pair.target.files.shape.vocab_size))
         return time_rounds(pair, "ar", prompt, sampling, deadline, (0, *lengths), drafter=drafter)
-    if kind == "model":
-        return time_rounds(
-            pair, "sd", prompt, sampling, deadline, lengths, frozenset({"entropy", "prob"})
-        )
-    signals = frozenset({"predicted_acceptance"} if pair.parts.has_predictor() else ())
-    return time_rounds(pair, "eesd", prompt, sampling, deadline, lengths, signals)
+    method = "sd" if kind == "model" else "eesd"
+    return time_rounds(pair, method, prompt, sampling, deadline, lengths, _SIGNALS)

@@ -440,6 +440,16 @@ def method_line(method: Method) -> dict[str, Any]:
     }
 
 
+def _implied_policies(method: Method) -> str:
+    """Returns which settings select a length policy, if they are given without one; empty if none
+    does."""
+    settings = dict[str, list[str]]()
+    for setting, policy in method.policy_by_setting.items():
+        settings.setdefault(policy, []).append(setting)
+    parts = [f"{', '.join(names)} alone: policy={policy}" for policy, names in settings.items()]
+    return "".join(f"; {part}" for part in parts)
+
+
 def method_card(console: Console, method: Method) -> None:
     """Prints a decoding method's name, its paper and whether it is lossless, then a line per
     setting with its default value."""
@@ -456,10 +466,10 @@ def method_card(console: Console, method: Method) -> None:
 
     policies = available_policies(method)
     if policies:
-        fixed = "; k=N alone: policy=fixed" if method.k_alone else ""
         line = Text(f"  policy={method.policy or ''}")
         listed = ", ".join(policies)
-        console.print(line.append(f"  one of {listed}, with its settings{fixed}", "quiet"))
+        line.append(f"  one of {listed}, with its settings{_implied_policies(method)}", "quiet")
+        console.print(line)
     for name, setting in own_settings(method).items():
         default = setting.default
         if isinstance(default, bool):
