@@ -407,9 +407,7 @@ def test_an_older_name_is_a_method_with_settings(older: str, given: dict[str, st
         ({"policy": "fixed", "k": 3}, "fixed"),
     ],
 )
-def test_a_setting_of_a_policy_of_early_exit_selects_it(
-    given: dict[str, Any], policy: str
-) -> None:
+def test_a_setting_of_a_policy_of_early_exit_selects_it(given: dict[str, Any], policy: str) -> None:
     """The setting itself is read, too."""
     settings = methods.resolve(methods.find("eesd"), given)
     assert settings.policy == policy
