@@ -86,8 +86,8 @@ bild:fallback=0.5:rollback=4:k=6 bild:policy=confidence
 joint:k=2 joint:k=3:beams=4 joint:k=3:nodes=16 spectr spectr:k=2:drafts=6
 spectr:policy=svip:drafts=2
 specinfer specinfer:k=3:drafts=2 specinfer:policy=confidence
-eesd:policy=cali-ts eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5 eesd-fixed eesd-fixed:k=3
-eesd-fixed:policy=svip
+eesd:policy=cali-ts eesd:model_prediction=false eesd:sampling_prediction=false:theta0=0.5
+eesd-fixed eesd-fixed:k=3 eesd-fixed:policy=svip
 eesd-fixed:cape=true eesd-beta eesd-beta:alpha=3:beta=2:max_draft=6 eesd-cali
 eesd-cali:sigma_model=0.1:sigma_sample=1
 eesd-tree eesd-tree:width=2:depth=3 eesd-tree:nodes=6 eesd-tree:policy=beta-ts
