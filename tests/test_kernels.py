@@ -297,7 +297,7 @@ def test_a_tokens_attention_is_the_same_in_a_chain_and_in_a_tree(kernels: Kernel
         assert torch.equal(kernels.attention(rows, keys, new_values, seen)[-1:], chain)
 
 
-@pytest.mark.parametrize(("size", "group"), [(64, 3), (80, 5), (20, 1)])
+@pytest.mark.parametrize(("size", "group"), [(64, 3), (32, 1), (80, 5), (20, 1)])
 def test_attention_of_many_rows_and_slots(kernels: Kernels, size: int, group: int) -> None:
     """More rows and slots than are computed at once, and a tree's row among them."""
     keys, new_values = random(2, 2, 160, size, seed=1)

@@ -22,6 +22,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+#define UNROLL _Pragma("GCC unroll 16")
 #define GROUP 32 /* weights, or activations, with one scale */
 
 /* ------------------------------------------------------------------ vectors */
@@ -424,7 +425,6 @@ INLINE void finish(const product_call *call, long row, long block, vec sum)
 }
 
 #define AHEAD 2048 /* bytes that are fetched ahead */
-#define UNROLL _Pragma("GCC unroll 16")
 
 /* The two weights of a pair of inputs, for a block. */
 #define PAIR_FLOAT32(p) even = v_load(p), odd = v_load((p) + LANES)
@@ -1079,6 +1079,167 @@ INLINE vec v_load_or_zero(const float *p, long count)
         }                                                                                      \
     }
 
+/* Rows of a chunk, and the slots whose keys or values stay in the first cache while the rows go
+ * by. */
+#define ATTENDED_ROWS 8
+#define ATTENDED_SLOTS 64
+
+/* A head's query of one row, its scores, and where its output goes. */
+typedef struct {
+    const float *query;
+    float *scores;
+    float *output;
+} asking;
+
+INLINE long at_most(long count, long most) { return count < most ? count : most; }
+
+#if LANES == 16
+/* Queries of several rows and heads for slots that all of them see are computed together. Each
+ * result has the bits that SCORES and VALUES would give it. */
+
+#define PAIRS_OF(unpack, a, b) \
+    _mm512_castpd_ps(_mm512_##unpack##_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)))
+
+/* Writes LANES rows of LANES elements, `stride` apart, to `columns` [element][row]. */
+INLINE void transpose(const float *rows, long stride, float *columns)
+{
+    vec pairs[LANES], fours[LANES]; /* of rows, with the same element in each quarter */
+    UNROLL for (int i = 0; i < LANES; i += 2) {
+        vec first = v_load(rows + i * stride), second = v_load(rows + (i + 1) * stride);
+        pairs[i] = _mm512_unpacklo_ps(first, second);
+        pairs[i + 1] = _mm512_unpackhi_ps(first, second);
+    }
+    UNROLL for (int i = 0; i < LANES; i += 4) {
+        fours[i] = PAIRS_OF(unpacklo, pairs[i], pairs[i + 2]);
+        fours[i + 1] = PAIRS_OF(unpackhi, pairs[i], pairs[i + 2]);
+        fours[i + 2] = PAIRS_OF(unpacklo, pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = PAIRS_OF(unpackhi, pairs[i + 1], pairs[i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        float *column = columns + i * LANES;
+        vec left = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0x44);
+        vec right = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0x44);
+        v_store(column, _mm512_shuffle_f32x4(left, right, 0x88));
+        v_store(column + 4 * LANES, _mm512_shuffle_f32x4(left, right, 0xDD));
+        left = _mm512_shuffle_f32x4(fours[i], fours[4 + i], 0xEE);
+        right = _mm512_shuffle_f32x4(fours[8 + i], fours[12 + i], 0xEE);
+        v_store(column + 8 * LANES, _mm512_shuffle_f32x4(left, right, 0x88));
+        v_store(column + 12 * LANES, _mm512_shuffle_f32x4(left, right, 0xDD));
+    }
+}
+
+/* Scores of Q queries for the LANES slots from `first` on, whose keys are `columns`
+ * [element][slot]. Products are summed up for each element modulo LANES, then as in v_sums. */
+#define SCORES_TOGETHER(Q)                                                                     \
+    static void scores_together_##Q(const asking *own, const float *columns, long size,        \
+                                    float scale, long first)                                   \
+    {                                                                                          \
+        vec fourths[4][Q];                                                                     \
+        for (int lane = 0; lane < 4; lane++) {                                                 \
+            vec sums[4][Q];                                                                    \
+            UNROLL for (int n = 0; n < 4; n++)                                                 \
+                UNROLL for (int q = 0; q < Q; q++) sums[n][q] = v_zero();                      \
+            for (long i = lane; i < size; i += LANES)                                          \
+                UNROLL for (int n = 0; n < 4; n++) {                                           \
+                    vec keys = v_load(columns + (i + 4 * n) * LANES);                          \
+                    UNROLL for (int q = 0; q < Q; q++)                                         \
+                        sums[n][q] = v_fma(keys, v_all(own[q].query[i + 4 * n]), sums[n][q]);  \
+                }                                                                              \
+            UNROLL for (int q = 0; q < Q; q++)                                                 \
+                fourths[lane][q] = v_add(v_add(sums[0][q], sums[2][q]),                        \
+                                         v_add(sums[1][q], sums[3][q]));                       \
+        }                                                                                      \
+        UNROLL for (int q = 0; q < Q; q++) {                                                   \
+            vec sum = v_add(v_add(fourths[0][q], fourths[2][q]),                               \
+                            v_add(fourths[1][q], fourths[3][q]));                              \
+            v_store(own[q].scores + first, v_mul(sum, v_all(scale)));                          \
+        }                                                                                      \
+    }
+
+/* Adds to the outputs of Q queries the values of the slots `first` to `last` - 1, each times its
+ * score, P vectors at once. `values` [slot][size]; the outputs begin at 0 if `first` is 0. */
+#define VALUES_TOGETHER(Q, P)                                                                  \
+    static void values_together_##Q##_##P(const asking *own, const float *values, long size,   \
+                                          long first, long last)                               \
+    {                                                                                          \
+        for (long i = 0; i < size; i += P * LANES) {                                           \
+            vec sums[Q][P];                                                                    \
+            UNROLL for (int q = 0; q < Q; q++)                                                 \
+                UNROLL for (int p = 0; p < P; p++)                                             \
+                    sums[q][p] = first == 0 ? v_zero() : v_load(own[q].output + i + p * LANES); \
+            for (long j = first; j < last; j++) {                                              \
+                const float *value = values + j * size + i;                                    \
+                vec parts[P];                                                                  \
+                UNROLL for (int p = 0; p < P; p++) parts[p] = v_load(value + p * LANES);       \
+                UNROLL for (int q = 0; q < Q; q++) {                                           \
+                    vec score = v_all(own[q].scores[j]);                                       \
+                    UNROLL for (int p = 0; p < P; p++)                                         \
+                        sums[q][p] = v_fma(parts[p], score, sums[q][p]);                       \
+                }                                                                              \
+            }                                                                                  \
+            UNROLL for (int q = 0; q < Q; q++)                                                 \
+                UNROLL for (int p = 0; p < P; p++)                                             \
+                    v_store(own[q].output + i + p * LANES, sums[q][p]);                        \
+        }                                                                                      \
+    }
+
+#define TOGETHER 4 /* queries, at most: as many as the registers hold sums of */
+SCORES_TOGETHER(1) SCORES_TOGETHER(2) SCORES_TOGETHER(3) SCORES_TOGETHER(4)
+VALUES_TOGETHER(1, 2) VALUES_TOGETHER(2, 2) VALUES_TOGETHER(3, 2) VALUES_TOGETHER(4, 2)
+VALUES_TOGETHER(1, 4) VALUES_TOGETHER(2, 4) VALUES_TOGETHER(3, 4) VALUES_TOGETHER(4, 4)
+
+/* The number of first slots that all rows see, as one range; a multiple of LANES. */
+static long shared_slots(const attended *own, long rows)
+{
+    long shared = own[0].seen->last - own[0].seen->first;
+    for (long r = 1; r < rows; r++) {
+        if (own[r].seen->first != own[0].seen->first) return 0;
+        shared = at_most(shared, own[r].seen->last - own[r].seen->first);
+    }
+    return shared / LANES * LANES;
+}
+
+/* Scores of all queries for the first `slots` keys [slot][size], a multiple of LANES. `columns`
+ * has room for [size][LANES]. */
+static void score_together(const asking *all, long count, const float *keys, long slots, long size,
+                           float scale, float *columns)
+{
+    static void (*const SCORES[TOGETHER])(const asking *, const float *, long, float, long)
+        = { scores_together_1, scores_together_2, scores_together_3, scores_together_4 };
+    const long bytes = size * LANES * (long)sizeof(float);
+    for (long first = 0; first < slots; first += LANES) {
+        const char *next = (const char *)(keys + first * size) + bytes;
+        for (long i = 0; i < bytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
+        for (long i = 0; i < size; i += LANES)
+            transpose(keys + first * size + i, size, columns + i * LANES);
+        for (long q = 0; q < count; q += TOGETHER)
+            SCORES[at_most(count - q, TOGETHER) - 1](all + q, columns, size, scale, first);
+    }
+}
+
+/* Adds to the outputs of all queries the first `slots` values [slot][size], times their scores. */
+static void add_together(const asking *all, long count, const float *values, long slots, long size)
+{
+    static void (*const BY_TWO[TOGETHER])(const asking *, const float *, long, long, long)
+        = { values_together_1_2, values_together_2_2, values_together_3_2, values_together_4_2 };
+    static void (*const BY_FOUR[TOGETHER])(const asking *, const float *, long, long, long)
+        = { values_together_1_4, values_together_2_4, values_together_3_4, values_together_4_4 };
+    void (*const *functions)(const asking *, const float *, long, long, long)
+        = size % (4 * LANES) ? BY_TWO : BY_FOUR;
+    for (long first = 0; first < slots; first += ATTENDED_SLOTS)
+        for (long q = 0; q < count; q += TOGETHER)
+            functions[at_most(count - q, TOGETHER) - 1](all + q, values, size, first,
+                                                        at_most(slots, first + ATTENDED_SLOTS));
+}
+
+#else
+/* With 16 registers it is not faster. */
+INLINE long shared_slots(const attended *own, long rows) { return 0; }
+INLINE void score_together(const asking *all, long count, const float *keys, long slots, long size,
+                           float scale, float *columns) {}
+INLINE void add_together(const asking *all, long count, const float *values, long slots, long size) {}
+#endif
+
 /* Turns scores, which are capped first, into e^(score - largest); returns 1 / their sum, to which
  * a sink adds. */
 static float softmax_row(float *scores, long count, float cap, float sink)
@@ -1119,17 +1280,14 @@ static void (*const VALUES_OF[MOST_HEADS])(const attention_call *, const attende
                                            const float *, long)
     = { values_1, values_2, values_3, values_4 };
 
-/* Rows of a chunk, and the slots whose keys or values stay in the first cache while the rows go
- * by. */
-#define ATTENDED_ROWS 8
-#define ATTENDED_SLOTS 64
-
 /* The attention of rows [`row`, `last_row`) and of `heads` query heads from `head` on. Each row
  * takes its slots in order, as it would alone. */
 static int attend(const attention_call *call, long row, long last_row, long kv_head, long head,
                   long heads)
 {
     const long rows = last_row - row;
+    const long count = rows * heads;
+    const long size = call->size;
     attended own[ATTENDED_ROWS];
     long longest = 0;
     for (long r = 0; r < rows; r++) {
@@ -1137,32 +1295,44 @@ static int attend(const attention_call *call, long row, long last_row, long kv_h
         if (own[r].count > longest) longest = own[r].count;
     }
     const long padded = (longest + LANES - 1) / LANES * LANES;
-    float *scores = scratch(1, (size_t)(rows * heads * padded) * sizeof(float));
+    float *scores = scratch(1, (size_t)(count * padded + size * LANES) * sizeof(float));
     if (scores == NULL) return -1;
-    for (long first = 0; first < longest; first += ATTENDED_SLOTS)
-        for (long r = 0; r < rows; r++) {
-            long end = first + ATTENDED_SLOTS;
-            long last = own[r].count < end ? own[r].count : end;
-            SCORES_OF[heads - 1](call, &own[r], first, last, scores + r * heads * padded, padded);
-        }
-    float factors[ATTENDED_ROWS * MOST_HEADS];
-    for (long i = 0; i < rows * heads; i++) {
-        float sink = call->sinks ? call->sinks[head + i % heads] : -INFINITY;
-        factors[i] = softmax_row(scores + i * padded, own[i / heads].count, call->cap, sink);
+    asking all[ATTENDED_ROWS * MOST_HEADS];
+    for (long i = 0; i < count; i++) {
+        const attended *of_row = &own[i / heads];
+        long place = i % heads * size;
+        all[i] = (asking){ of_row->queries + place, scores + i * padded, of_row->output + place };
     }
-    for (long first = 0; first < longest; first += ATTENDED_SLOTS)
+
+    /* keys are transposed only if this is less work than the sums over elements that it spares */
+    const long first_slot = own[0].seen->first * size;
+    const long together = rows > 1 && size % (2 * LANES) == 0 ? shared_slots(own, rows) : 0;
+    const long scored = count * 12 >= size ? together : 0;
+    score_together(all, count, own[0].keys + first_slot, scored, size, call->scale,
+                   scores + count * padded);
+    for (long first = scored; first < longest; first += ATTENDED_SLOTS)
+        for (long r = 0; r < rows; r++)
+            SCORES_OF[heads - 1](call, &own[r], first, at_most(own[r].count, first + ATTENDED_SLOTS),
+                                 scores + r * heads * padded, padded);
+
+    float factors[ATTENDED_ROWS * MOST_HEADS];
+    for (long i = 0; i < count; i++) {
+        float sink = call->sinks ? call->sinks[head + i % heads] : -INFINITY;
+        factors[i] = softmax_row(all[i].scores, own[i / heads].count, call->cap, sink);
+    }
+
+    add_together(all, count, own[0].values + first_slot, together, size);
+    for (long first = together; first < longest; first += ATTENDED_SLOTS)
         for (long r = 0; r < rows; r++) {
-            long end = first + ATTENDED_SLOTS;
-            long last = own[r].count < end ? own[r].count : end;
+            long last = at_most(own[r].count, first + ATTENDED_SLOTS);
             if (first >= last) continue;
             VALUES_OF[heads - 1](call, &own[r], first, last, scores + r * heads * padded, padded);
         }
-    for (long i = 0; i < rows * heads; i++) {
-        float *output = own[i / heads].output + i % heads * call->size;
+    for (long i = 0; i < count; i++) {
         vec factor = v_all(factors[i]);
-        for (long k = 0; k < call->size; k += LANES) {
-            long left = call->size - k;
-            v_store_part(output + k, v_mul(v_load_part(output + k, left), factor), left);
+        for (long k = 0; k < size; k += LANES) {
+            float *output = all[i].output + k;
+            v_store_part(output, v_mul(v_load_part(output, size - k), factor), size - k);
         }
     }
     return 0;
