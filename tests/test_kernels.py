@@ -478,17 +478,6 @@ def test_a_forked_child_has_threads_of_its_own(kernels: Kernels) -> None:
     subprocess.run(command, check=True, timeout=120, env=environment)
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(UnavailableError, match="other users may write"):
-        kernel_library._load("avx2")
-
-
 def test_a_compiler_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(kernel_library, "_FLAGS", ("--no-such-flag",))

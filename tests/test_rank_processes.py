@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_folder import shared_folder
 from processes import Forked, is_running, wait_until
 from rank_processes import RankPair, commands
 
 import specgen
 from specgen.base.types import SamplingParams
+from specgen.engine.kernels import library
 from specgen.pair.pair import Pair
 
 PROMPT = [1, 20, 5, 9, 14, 33, 7, 5, 9, 14]
@@ -117,6 +120,20 @@ def ended(started: list[Forked]) -> tuple[int, bytes, bytes]:
     assert wait_until(lambda: not is_running(started[1].pid)), "process 1 outlives process 0"
     assert started[1].communicate(5) == (b"", b"")
     return code, out, err
+
+
+@pytest.mark.skipif(library.kernels() is None, reason="there are no kernels here")
+def test_each_process_loads_the_compiled_kernels(
+    ranks: RankPair, pair_of: Callable[..., Pair]
+) -> None:
+    """None compiles them again: the file is the one that the tests have compiled."""
+    pair = pair_of("llama", "near")
+    ranks.ask(folders(pair), "generate", PROMPT, "ar", GREEDY, {})
+    (file,) = Path(os.environ["SPECGEN_CACHE"], "kernels").glob(f"{library.kind()}-*.so")
+    compiled = shared_folder() / "kernels" / file.name
+    assert file.stat().st_mtime == compiled.stat().st_mtime
+    for process in ranks.processes:
+        assert str(file) in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_the_death_of_another_process_is_one_line() -> None:

@@ -243,7 +243,8 @@ def _path(instructions: str) -> Path:
 def _folder() -> Path:
     """Returns the folder of compiled kernels, which is made if it is missing.
 
-    Raises UnavailableError if it belongs to another user, or if others may write to it.
+    Raises UnavailableError if it belongs to another user, if others may write to it, or if no
+    program may run from it.
     """
     folder = cache_folder() / "kernels"
     try:
@@ -252,6 +253,8 @@ def _folder() -> Path:
         raise UnavailableError(f"the folder {folder} cannot be made: {error.strerror}") from error
     _check_owner(folder.parent)
     _check_owner(folder)
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise UnavailableError(f"{folder} is mounted noexec")
     return folder
 
 
