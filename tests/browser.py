@@ -34,7 +34,8 @@ class Browser:
         # ends the requests of Chromium's start page, so that no test sees them
         self.driver.get("about:blank")
 
-    def open(self, page: Path, *, width: int = 1100, dark: bool = False) -> None:
+    def open(self, page: Path | str, *, width: int = 1100, dark: bool = False) -> None:
+        """Opens a file, or an address."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.driver.execute_cdp_cmd(
             "Emulation.setEmulatedMedia", {"media": "", "features": features}
@@ -43,7 +44,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.get_log("performance")
         self.driver.get_log("browser")
-        self.driver.get(page.as_uri())
+        self.driver.get(page if isinstance(page, str) else page.as_uri())
 
     def requests(self) -> list[str]:
         messages = (
