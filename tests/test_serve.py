@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
 import torch
 from cli_helpers import run_main
-from serving import Served, serving
+from serving import JSON, Served, serving
 
 import specgen
 from specgen.base.types import SamplingParams
@@ -458,8 +461,22 @@ def test_only_json_of_a_bounded_size_is_read(served: Served) -> None:
     large = {**body, "padding": "x" * (16 << 20)}
     status, _, answer = served.ask("/v1/completions", large)
     assert (status, answer["error"]["code"]) == (413, "too_large")
+    pieces = [b" " * (1 << 20)] * 16
+    status, answer = sent_in_pieces(served, [*pieces, b"{"])
+    assert (status, answer["error"]["code"]) == (413, "too_large"), "without a length too"
     large = {**body, "padding": "x" * ((16 << 20) - 200)}
     assert served.ask("/v1/completions", large)[0] == 200
+
+
+def sent_in_pieces(served: Served, pieces: list[bytes]) -> tuple[int, Any]:
+    """The status and the JSON of the answer to a body whose length no header tells."""
+    connection = http.client.HTTPConnection(urlsplit(served.address).netloc, timeout=60)
+    try:
+        connection.request("POST", "/v1/completions", iter(pieces), JSON, encode_chunked=True)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -576,6 +593,27 @@ def test_a_prediction_is_drafted_and_changes_nothing(served: Served) -> None:
     assert any("prediction" in reason for reason in reasons)
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 3
+
+
+@pytest.mark.parametrize("method", ["eagle", "medusa", "glide", "block", "eesd"])
+def test_trained_heads_draft_predictions_and_several_answers(pair: Pair, method: str) -> None:
+    question: Any = [{"role": "user", "content": "Tell me about the sea."}]
+    sampling = SamplingParams(max_new_tokens=24, temperature=1.0)
+    seeds = [7, 8, 9]
+    expected = [pair.generate(question, method, sampling, seed=seed).text for seed in seeds]
+    body = {"messages": question, "max_tokens": 24, "specgen": {"rounds": True}}
+    with serving(pair, method) as served:
+        sampled = {**body, "temperature": 1.0, "seed": 7, "n": 3}
+        _, _, several = served.ask("/v1/chat/completions", sampled)
+        _, _, plain = served.ask("/v1/chat/completions", body)
+        text = plain["choices"][0]["message"]["content"]
+        given = {**body, "prediction": {"type": "content", "content": text}}
+        _, _, predicted = served.ask("/v1/chat/completions", given)
+    assert [choice["message"]["content"] for choice in several["choices"]] == expected
+    assert text == pair.generate(question, "ar", max_new_tokens=24).text
+    assert predicted["choices"][0]["message"]["content"] == text
+    passes = [answer["specgen"]["summary"]["target_passes"] for answer in (plain, predicted)]
+    assert passes[1] < passes[0]
 
 
 def test_penalties_of_a_request(served: Served, pair: Pair) -> None:
