@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pair_helpers import case_of, knowledge, pair_of_models
 
 from specgen.base.types import Round, SamplingParams, TokenStatus
+from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import FURTHER_TOKEN, CostTable, Curve, RoundCosts
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
@@ -44,9 +45,9 @@ from specgen.pair.pair import Pair
 from specgen.testing.scripted_models import TableRunner, scripted_run
 from specgen.workers.worker import DraftWorker
 
-SURE = {"entropy": 0.05, "top_prob": 0.99, "prob": 0.99}
-UNSURE = {"entropy": 2.5, "top_prob": 0.2, "prob": 0.2}
-LIKELY = {"entropy": 0.6, "top_prob": 0.8, "prob": 0.8}
+SURE = {"entropy": 0.05, "top_prob": 0.99}
+UNSURE = {"entropy": 2.5, "top_prob": 0.2}
+LIKELY = {"entropy": 0.6, "top_prob": 0.8}
 CHEAP = DraftingCosts(0.05, 0.01)
 # tokens, blocks, lookup
 GUESSES = (
@@ -78,7 +79,7 @@ def draft(made: Adaptive, *tokens: dict[str, float], unverified: int = 0) -> int
 
 def scores(token: dict[str, float]) -> tuple[float, float]:
     """Those of a drafted token and of the one after it."""
-    known = features(token["entropy"], token["top_prob"], token["prob"])
+    known = features(token["entropy"], token["top_prob"])
     first, second = (
         (row[0] + sum(map(float.__mul__, row[1:], known)))
         for row in (adaptive._TOKEN, adaptive._FOLLOWING)
@@ -100,6 +101,41 @@ def labels(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[float, list[tuple[f
     with monkeypatch.context() as patch:
         patch.setattr(Acceptance, "learn", noting)
         yield noted
+
+
+# predictions
+
+
+def test_sampling_keeps_unsure_tokens_more_often_and_likely_ones_less() -> None:
+    def predicted(token: dict[str, float], temperature: float) -> float:
+        inputs = AdaptiveInputs(CHEAP, Learned.prior(CHEAP), temperature=temperature)
+        made = Adaptive(AUTO, AUTO, 3.0, 40, inputs)
+        draft(made, token)
+        return made.predictions[0]
+
+    assert predicted(UNSURE, 1.0) > predicted(UNSURE, 0.3) > predicted(UNSURE, 0.0)
+    assert predicted(LIKELY, 1.0) < predicted(LIKELY, 0.3) < predicted(LIKELY, 0.0)
+    assert predicted(LIKELY, 1.5) == predicted(LIKELY, 1.0)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_predictions_are_right_at_a_temperature(temperature: float, demo_pair: Pair) -> None:
+    """Of the tokens that were neither sure nor hopeless, as many are accepted as predicted."""
+    judged: list[tuple[float, bool]] = []
+    for prompt in load_prompts(None, for_tuning=True)[:16]:
+        sampling = SamplingParams(max_new_tokens=64, temperature=temperature, seed=prompt.index)
+        for round_ in demo_pair.rounds(
+            prompt.text, "sd", sampling, policy="adaptive", draft_cost=0.05, verify_cost=0.02
+        ):
+            accepted = len(round_.accepted_ids)
+            judged += [
+                (prediction, position < accepted)
+                for position, prediction in enumerate(round_.draft.predicted[: accepted + 1])
+            ]
+    unsure = [(prediction, kept) for prediction, kept in judged if 0.3 <= prediction < 0.9]
+    assert len(unsure) > 30
+    predicted, kept = (sum(column) / len(unsure) for column in zip(*unsure, strict=True))
+    assert abs(predicted - kept) < 0.15
 
 
 # the rule
@@ -518,7 +554,7 @@ def test_drafts_for_a_mixture_of_experts_are_made_where_they_pay(
     tokens = 0
     for _ in range(1500):
         prob = min(max(1 / (1 + math.exp(-rng.gauss(chance, 1))), 0.02), 0.99)
-        count = draft(made, *[{"entropy": 1.5 * (1 - prob), "top_prob": prob, "prob": prob}] * 40)
+        count = draft(made, *[{"entropy": 1.5 * (1 - prob), "top_prob": prob}] * 40)
         correct = next((number for number in range(count) if rng.random() > prob), count)
         seconds = 0.2 + 0.1 * 64 * (1 - (1 - 8 / 64) ** (count + 1))
         made.observe(count, correct)
@@ -602,9 +638,7 @@ def judged(rounds: Sequence[Round]) -> list[tuple[float, bool]]:
             entropy = draft.entropies[nodes[0]]
             top_prob = draft.top_probs[nodes[0]]
             assert accepted or TokenStatus.REJECTED in round_.statuses
-            found.append(
-                (scores({"entropy": entropy, "top_prob": top_prob, "prob": top_prob})[0], accepted)
-            )
+            found.append((scores({"entropy": entropy, "top_prob": top_prob})[0], accepted))
     return found
 
 

@@ -60,11 +60,15 @@ if TYPE_CHECKING:
 # prompt lookup drafts no token that is worth less than this, even if verification costs nothing
 _UNLIKELY = 0.01
 # The score (log odds of acceptance) of a drafted token, and that of the token after it: each is a
-# constant and the weights of `features`. Fitted to the drafts of the bundled draft model, of the
-# exit layer and of a near copy of the target, on half of the prompts that `compare` takes from
-# `examples.yaml` and on those for tuning.
-_TOKEN = (-0.06, 0.74, 0.08, 0.37, 0.83)
-_FOLLOWING = (1.27, 0.50, -0.19, 0.30, 0.31)
+# constant and the weights of `features`, to which the temperature times further ones is added. The
+# first are fitted to greedy drafts of the bundled draft model, of the exit layer and of a near copy
+# of the target, on half of the prompts that `compare` takes from `examples.yaml` and on those for
+# tuning; the others to drafts of the first two at temperatures 0.3, 0.7 and 1, on the same half.
+_TOKEN = (-0.06, 1.57, 0.91, 0.37)
+_FOLLOWING = (1.27, 0.81, 0.12, 0.30)
+_TOKEN_BY_TEMPERATURE = (-0.14, -1.82, -0.16, -1.10)
+_FOLLOWING_BY_TEMPERATURE = (1.67, -0.56, -0.28, -1.50)
+_HIGHEST_TEMPERATURE = 1.0  # a higher one counts as this
 # score of a copied token: a constant and the weight of ln(match length); fitted to the bundled
 # target
 _COPIED = (-1.2, 0.8)
@@ -73,17 +77,29 @@ _SMALLEST = 1e-3
 _LARGEST = 1 - 1e-3
 
 
-def features(entropy: float, top_prob: float, prob: float) -> tuple[float, float, float, float]:
-    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p),
-    sqrt(H) and the log odds of q.
+Weights = tuple[float, float, float, float]
+
+
+def features(entropy: float, top_prob: float) -> tuple[float, float, float]:
+    """Returns the numbers from which a drafted token's acceptance is predicted: ln p, -ln(1 - p)
+    and sqrt(H).
 
     p is the largest probability of the draft model's distribution and H its entropy (nats), at
-    temperature 1 and without penalties. q is the probability of the token in the distribution that
-    it was chosen from. Probabilities are kept between 0.001 and 0.999.
+    temperature 1 and without penalties. p is kept between 0.001 and 0.999. The probability of the
+    token itself adds nothing to them, also in sampling.
     """
     p = min(max(top_prob, _SMALLEST), _LARGEST)
-    q = min(max(prob, _SMALLEST), _LARGEST)
-    return math.log(p), -math.log(1 - p), math.sqrt(max(entropy, 0.0)), math.log(q / (1 - q))
+    return math.log(p), -math.log(1 - p), math.sqrt(max(entropy, 0.0))
+
+
+def weights_at(temperature: float, greedy: Weights, by_temperature: Weights) -> Weights:
+    """Returns a constant and the weights of `features` for a score at a `temperature`, 0 in greedy
+    decoding: the `greedy` ones, and for each unit of temperature those `by_temperature`."""
+    share = min(temperature, _HIGHEST_TEMPERATURE)
+    constant, first, second, third = (
+        own + share * change for own, change in zip(greedy, by_temperature, strict=True)
+    )
+    return constant, first, second, third
 
 
 @cache
@@ -112,7 +128,7 @@ class Adaptive(LengthPolicy):
     learns_from_tokens = True
     unmeasured: ClassVar = {"draft_cost": 0, "verify_cost": 0}
     source = "optimal stopping by cost; SpecDec++, Huang et al. 2024, section 4"
-    preferred_signals = frozenset({"entropy", "top_prob", "prob"})
+    preferred_signals = frozenset({"entropy", "top_prob"})
     settings: ClassVar = {
         "draft_cost": Setting(
             AUTO,
@@ -149,6 +165,10 @@ class Adaptive(LengthPolicy):
         self._timed = inputs.timed
         self.learned = inputs.learned
         self._key = inputs.key
+        self._token_weights = weights_at(inputs.temperature, _TOKEN, _TOKEN_BY_TEMPERATURE)
+        self._following_weights = weights_at(
+            inputs.temperature, _FOLLOWING, _FOLLOWING_BY_TEMPERATURE
+        )
         self._exploration = exploration
         self.max_draft = max_draft
         self.signals = self.preferred_signals
@@ -234,13 +254,11 @@ class Adaptive(LengthPolicy):
             return token.position < len(self._copied)
         learned = self.learned
         signal = token.signals.get
-        x1, x2, x3, x4 = features(
-            signal("entropy", 0.5), signal("top_prob", 0.8), signal("prob", 0.8)
-        )
+        x1, x2, x3 = features(signal("entropy", 0.5), signal("top_prob", 0.8))
         # written out, because this runs for every token
-        (t0, t1, t2, t3, t4), (f0, f1, f2, f3, f4) = _TOKEN, _FOLLOWING
-        score = t0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4
-        following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3 + f4 * x4
+        (t0, t1, t2, t3), (f0, f1, f2, f3) = self._token_weights, self._following_weights
+        score = t0 + t1 * x1 + t2 * x2 + t3 * x3
+        following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3
         acceptance = learned.token.predict(score)
         self._steps.append((score, following_score, acceptance))
         self.predictions = [*self.predictions, acceptance]

@@ -130,7 +130,14 @@ class DraftingKnowledge:
         if not case.is_frozen:
             key = case.learned_key
             learned = self._learned.setdefault(key, learned)
-        return AdaptiveInputs(costs, learned, in_parallel=case.in_parallel, key=key, timed=timed)
+        return AdaptiveInputs(
+            costs,
+            learned,
+            in_parallel=case.in_parallel,
+            temperature=case.sampling.temperature,
+            key=key,
+            timed=timed,
+        )
 
     def forget(self) -> None:
         """Keeps everything: only the texts of earlier runs are to be forgotten."""

@@ -504,13 +504,14 @@ class AdaptiveInputs:
 
     `costs` are the costs at the beginning of the run. `timed` learns them from the times of the
     run's rounds; None: they stay as they are. `learned` changes during the run. `in_parallel`:
-    drafts are made during the target's passes (PEARL), and cost nothing. Runs with the same `key`
-    share what they learn, also those whose policy decides in another process; None: this run shares
-    nothing.
+    drafts are made during the target's passes (PEARL), and cost nothing. `temperature` is 0 in
+    greedy decoding. Runs with the same `key` share what they learn, also those whose policy decides
+    in another process; None: this run shares nothing.
     """
 
     costs: DraftingCosts
     learned: Learned
     in_parallel: bool = False
+    temperature: float = 0.0
     key: Hashable = None
     timed: LearnedCosts | None = None

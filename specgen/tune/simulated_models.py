@@ -230,7 +230,10 @@ class SimulatedKnowledge(DraftingKnowledge):
         learned = self._simulated.run.learned
         assert learned is not None
         return AdaptiveInputs(
-            self._simulated.expected_costs(), learned, in_parallel=case.in_parallel
+            self._simulated.expected_costs(),
+            learned,
+            in_parallel=case.in_parallel,
+            temperature=case.sampling.temperature,
         )
 
 

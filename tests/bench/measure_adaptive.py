@@ -85,6 +85,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of examples.yaml")
     parser.add_argument("--limit", type=int, help="only so many prompts of the half")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each prompt, when sampling")
     parser.add_argument("--draft-costs", default=COSTS, help="between commas")
@@ -129,7 +131,12 @@ class Measurement:
         self._method = METHODS[drafter]
         costs = [0.0] if drafter == "lookup" else map(float, options.draft_costs.split(","))
         self._costs = [Costs(cost, options.verify_cost) for cost in costs]
-        params = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature)
+        params = SamplingParams(
+            max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            min_p=options.min_p,
+        )
         seeds = range(1 if params.greedy else options.seeds)
         self._samplings = [
             replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts
