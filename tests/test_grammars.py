@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving import serving
 from statistics_checks import Distribution
 from test_request_penalties import PenalisedRunner
+from tokenizer_helpers import FILES, load, write
 
 import specgen
 from specgen import demo
@@ -213,6 +215,29 @@ def test_a_text_of_the_grammar_may_be_written_and_no_other(pair: Pair) -> None:
     assert constraint.can_end(context)
 
 
+@pytest.mark.parametrize("kind", FILES)
+def test_tokenizers_of_all_kinds(kind: str, tmp_path: Path) -> None:
+    """With tokens for single bytes, and with a mark in place of a space: whichever allowed tokens
+    come, the text matches, and a token that has to follow is the only one allowed."""
+    tokenizer = load(write(tmp_path, FILES[kind](), None, {}))
+    prompt = tokenizer.encode("a word")
+    compiler = GrammarCompiler.of(tokenizer)
+    chance = random.Random(5)
+    pattern = "[é-ü€]{2}x? (the word|wo*|€ )end"
+    for _ in range(6):
+        context = Context(prompt)
+        constraint = compiler.constraint(Grammar("regex", pattern), set())
+        while not constraint.is_complete(context, []):
+            allowed = (~constraint.forbidden(context, [], [], 0)[0]).nonzero()[:, 0].tolist()
+            forced = constraint.forced(context)
+            assert forced[:1] in ([], allowed)
+            assert not any(tokenizer.is_special(token) for token in allowed[:20])
+            context.extend([chance.choice(allowed)])
+        detokenizer = tokenizer.detokenizer(prompt)
+        text = "".join(detokenizer.push(token) for token in context.ids[len(prompt) :])
+        assert re.fullmatch(pattern, text + detokenizer.flush())
+
+
 def test_an_output_that_left_the_grammar_is_an_error(pair: Pair) -> None:
     constraint = GrammarCompiler.of(pair.tokenizer).constraint(Grammar("regex", "a+b"), {0})
     context = Context([1])
@@ -291,6 +316,52 @@ def test_drafts_keep_to_the_grammar(method: str) -> None:
     judged = [round_ for round_ in rounds if round_.draft.tokens]
     assert len(judged) > 3
     assert not [round_ for round_ in judged if round_.verdict.source == "correction"]
+
+
+@pytest.mark.parametrize(
+    "method", ["sd:k=3", "sd:k=3:cape=true", "svip", "suffix", "adaptive", "pearl:window=3"]
+)
+def test_tokens_that_have_to_follow_are_drafted_without_a_model(
+    pair: Pair, sampling: SamplingParams, plain: list[int], method: str
+) -> None:
+    """They save passes of the target, and none of them is rejected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GrammarConstraint, "forced", lambda *_: [])
+        without = pair.generate(PROMPT, method, sampling)
+    result = pair.generate(PROMPT, method, sampling)
+    assert result.token_ids == without.token_ids == plain
+    assert result.summary["rounds"] < without.summary["rounds"]
+    forced = [round_ for round_ in result.rounds if "forced" in (round_.draft.stop_reason or "")]
+    assert forced
+    for round_ in forced:
+        assert len(round_.verdict.path) >= round_.draft.forced[0]
+    whole = [round_ for round_ in forced if round_.draft.stop_reason.startswith("forced")]
+    assert all(len(round_.verdict.path) == len(round_.draft.tokens) for round_ in whole)
+    assert not any("forced" in (round_.draft.stop_reason or "") for round_ in without.rounds)
+
+
+def test_the_draft_model_runs_for_no_token_that_has_to_follow(pair: Pair) -> None:
+    grammar = Grammar("regex", "The answer to all of your questions is (yes|no)[.]")
+    runners = pair.models.with_draft_model()
+    assert runners is not None
+    assert runners.draft is not None
+    before = runners.draft.forward_count  # type: ignore[attr-defined]
+    result = pair.generate(PROMPT, "sd:k=2", grammar=grammar, max_new_tokens=40)
+    passes = runners.draft.forward_count - before  # type: ignore[attr-defined]
+    assert result.summary["rounds"] <= 4
+    assert passes <= 6 < len(result.token_ids)
+
+
+def test_the_length_policy_sees_no_token_that_has_to_follow(pair: Pair) -> None:
+    seen = list[tuple[int, int]]()
+    request = pair.request(PROMPT, "sd:k=2", grammar=Grammar.of_schema(SCHEMA), max_new_tokens=60)
+    run = pair.run(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.policy, "observe", lambda *counts: seen.append(counts), raising=False)
+        rounds = list(run.rounds())
+    assert max(len(round_.draft.tokens) for round_ in rounds) > 2
+    assert max(drafted for drafted, _ in seen) == 2
+    assert all(accepted <= drafted for drafted, accepted in seen)
 
 
 def test_stop_texts_end_a_constrained_answer(pair: Pair, sampling: SamplingParams) -> None:

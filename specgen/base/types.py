@@ -273,7 +273,9 @@ class Draft:
     penalties, are kept to record how far the models agree; otherwise None. `predicted` has the
     acceptance probability that the length policy predicted for each token of a chain (each level of
     a tree), given that all before it are accepted; NaN where it predicted none, and empty for a
-    policy that predicts nothing.
+    policy that predicts nothing. `forced` counts the first and the last tokens that a grammar
+    leaves no choice about: no model drafted them (entropy 0, top probability 1), and the length
+    policy does not know of them.
     """
 
     tokens: Sequence[int] = ()
@@ -287,6 +289,7 @@ class Draft:
     logits: Any = None
     predicted: Sequence[float] = ()
     judged: int | None = None
+    forced: tuple[int, int] = (0, 0)
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
@@ -312,6 +315,11 @@ class Draft:
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return max(depths, default=0)
+
+    @property
+    def drafted_levels(self) -> int:
+        """The `levels` without forced tokens."""
+        return self.levels - sum(self.forced)
 
     @property
     def candidates(self) -> Draft:
@@ -347,10 +355,16 @@ class Draft:
         each token (each level of a tree).
 
         Predictions beyond the draft's last level are dropped; levels without a prediction get NaN.
+        Forced tokens get 1.
         """
         if not predictions or not self.tokens:
             return self
         levels = self.levels
+        first, last = self.forced
+        if first or last:
+            known = predictions[: levels - first - last]
+            missing = [math.nan] * (levels - first - last - len(known))
+            predictions = [*[1.0] * first, *known, *missing, *[1.0] * last]
         return replace(
             self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions)))
         )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specgen.decoding.chain import TextDrafter as TextDrafter
     from specgen.decoding.drafting import NoDrafter as NoDrafter
     from specgen.decoding.drafting import Setup as Setup
+    from specgen.decoding.forced_tokens import with_forced_tokens as with_forced_tokens
     from specgen.decoding.joint_greedy import JointGreedy as JointGreedy
     from specgen.decoding.lookahead import LookaheadDrafter as LookaheadDrafter
     from specgen.decoding.lookahead import OuroborosDrafter as OuroborosDrafter
@@ -63,6 +64,7 @@ _MODULES = {
     "k_sequential_verifier": "multi_draft",
     "multi_round_verifier": "multi_draft",
     "sequential": "run",
+    "with_forced_tokens": "forced_tokens",
 }
 
 

@@ -57,6 +57,8 @@ class ModelDrafter(DraftModelUser):
     the draft may be empty. This is not lossless.
     """
 
+    takes_forced = True
+
     def __init__(
         self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0
     ) -> None:
@@ -74,20 +76,21 @@ class ModelDrafter(DraftModelUser):
         limit: int,
         unverified: Sequence[int] = (),
         show: Callable[[int, int], bool] | None = None,
+        forced: Sequence[int] = (),
     ) -> Draft:
         """Drafts at most `limit` new tokens after the context and after `unverified`, which are
-        tokens drafted earlier.
+        tokens drafted earlier, and `forced`, which have to follow them.
 
         `show` is called for each new token as soon as it is drafted, with its number (from 0) and
         the token. If it returns False, the draft ends. Raises RunError for logits that hold a NaN.
         """
-        tokens = list(unverified)
+        tokens = [*unverified, *forced]
         limit = self._room(context, limit + len(tokens)) - len(tokens)
         if limit < 1:
             return Draft()
         device = None if show is not None else self._device_chain(context, policy, tokens)
         if device is None:
-            return self._host_draft(context, policy, limit, tokens, show)
+            return self._host_draft(context, policy, limit, tokens, len(unverified), show)
         reason = extend_draft(policy, limit, device.append, unverified=len(tokens))
         return device.draft(self._reason(reason, limit))
 
@@ -97,14 +100,14 @@ class ModelDrafter(DraftModelUser):
         policy: LengthPolicy,
         limit: int,
         tokens: list[int],
+        unverified: int,
         show: Callable[[int, int], bool] | None,
     ) -> Draft:
-        """Drafts at most `limit` tokens, each known here before the next one. `tokens` begins with
-        the unverified ones, and gets the drafted ones."""
+        """Drafts at most `limit` tokens, each known here before the next one. `tokens` are those to
+        draft after, of which the first ones are `unverified`, and get the drafted ones."""
         scores = self._scores(policy, context)
         candidates = 1 + _MOST_CANDIDATES if self._cape else 0
         chain = HostChain(self._setup, self._generator, policy.signals, candidates)
-        unverified = len(tokens)
         is_cut = False
 
         def extend(position: int) -> DraftedToken | str:

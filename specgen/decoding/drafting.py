@@ -27,7 +27,8 @@ NO_CANDIDATES = "no candidates"
 
 
 class Drafter(Protocol):
-    """Proposes tokens to follow a context."""
+    """Proposes tokens to follow a context. One whose attribute `takes_forced` is True also drafts
+    after tokens that have to follow the context, which `propose` takes as `forced`."""
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """Drafts at most `limit` tokens (levels, for a tree) after the context; `policy` may end

@@ -23,6 +23,7 @@ from specgen.engine.text.stop_strings import StopStrings
 if TYPE_CHECKING:
     import torch
 
+    from specgen.decoding.forced_tokens import ForcedTokens
     from specgen.decoding.parallel_costs import ParallelCosts
     from specgen.decoding.predicted_output import PredictedOutput
     from specgen.engine.devices import DeviceTimer
@@ -164,7 +165,8 @@ class Run:
     pass times from which PEARL's window was computed (`ParallelCosts`); None for other methods, and
     if the user gave the window. `lock` is held while a round is made, and not between rounds: runs
     that share models have the same one. `prediction` drafts what the user expects the output to be,
-    before the drafter is asked; None if nothing is expected. `log_probs` is
+    before the drafter is asked; None if nothing is expected. `forced` drafts tokens that have to
+    follow, if they are not part of the drafter's drafts. `log_probs` is
     `SamplingParams.logprobs`.
     """
 
@@ -183,6 +185,7 @@ class Run:
     costs: ParallelCosts | None = None
     lock: Turns = field(default_factory=Turns)
     prediction: PredictedOutput | None = None
+    forced: ForcedTokens | None = None
     log_probs: int | None = None
     finish_reason: FinishReason | None = None
     _index: int = field(default=0, init=False)
@@ -224,19 +227,21 @@ class Run:
         return verdict
 
     def predicted_round(self) -> Round | None:
-        """Verifies the next tokens of the output that the user expects, and returns the round. None
-        if nothing is expected, or if the output has left the expectation. The clock runs
-        already."""
-        if self.prediction is None:
-            return None
-        # room for the target's own token
-        draft = self.prediction.propose(self.context, self.remaining - 1)
+        """Verifies the next tokens of the output that the user expects, else those that have to
+        follow, and returns the round. None if there are none of either. The clock runs already."""
+        draft = Draft()
+        verifier = self.verifier
+        for source in (self.prediction, self.forced):
+            if source is not None and not draft.tokens:
+                # room for the target's own token
+                draft = source.propose(self.context, self.remaining - 1)
+                verifier = source.verifier
         if not draft.tokens:
             return None
         self.clock.lap("draft")
         output = self.target.logits(self.context, draft.tokens, draft.parents)
         self.clock.lap("verify", on_device=True)
-        verdict = self.verify(draft, output, self.prediction.verifier)
+        verdict = self.verify(draft, output, verifier)
         return self.commit("sequential", draft, verdict, is_predicted=True)
 
     def commit(
@@ -268,7 +273,8 @@ class Run:
         self.context.extend(tokens)
         self.clock.lap("other")
         if mode != "prefill" and not is_predicted:
-            self.policy.observe(draft.levels - unverified, accepted)
+            drafted = draft.drafted_levels - unverified
+            self.policy.observe(drafted, min(max(accepted - draft.forced[0], 0), drafted))
         self.clock.lap("policy")
 
         if self.finish_reason is None and self.remaining <= 0:
@@ -364,7 +370,7 @@ def sequential(run: Run) -> Iterator[Round]:
     while run.finish_reason is None:
         round_ = _draft_then_verify(run)
         # copied tokens are not the draft model's
-        drafted = round_.draft.levels if round_.draft.entropies else 0
+        drafted = round_.draft.drafted_levels if round_.draft.entropies else 0
         if has_drafted or not drafted:  # the draft model's first draft also runs the prompt
             run.policy.observe_seconds(
                 drafted,

@@ -347,13 +347,21 @@ class HybridDrafter:
     The policy is first asked whether to copy text of the context, and if it does not, whether to
     run the draft model; `adaptive` compares what both are expected to gain. `model` is None if
     there is no draft model. The reason why a draft of prompt lookup ended begins with `lookup:`.
+    Only the model drafts after `forced` tokens, which a grammar leaves no choice about.
     """
 
     def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
         self._lookup = lookup
         self._model = model
+        self.takes_forced: bool = getattr(model, "takes_forced", False)
 
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+    def propose(
+        self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
+    ) -> Draft:
+        if forced:
+            model: Any = self._model
+            drafted: Draft = model.propose(context, policy, limit, forced=forced)
+            return drafted
         copied = self._lookup.propose(context, policy, limit, is_last=self._model is None)
         if self._model is not None and not copied.tokens:
             drafted = self._model.propose(context, policy, limit)

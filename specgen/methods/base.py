@@ -455,6 +455,12 @@ def make_run(
     if verifier is None:
         verifier = lossless_verifier(setup, "target")
     constraint = None if sampling.grammar is None else models.constraint(sampling)
+    forced = None
+    if constraint is not None:
+        is_plain = schedule is None and isinstance(drafter, decoding.NoDrafter)
+        drafter, forced = decoding.with_forced_tokens(
+            drafter, setup, lossless_verifier(setup, "forced"), is_plain=is_plain
+        )
     return decoding.Run(
         context=Context(request.prompt_ids, sampling.penalties, constraint),
         target=setup.target,
@@ -471,6 +477,7 @@ def make_run(
         costs=costs,
         lock=models.lock,
         prediction=predicted_output(request, setup),
+        forced=forced,
         log_probs=sampling.logprobs,
     )
 

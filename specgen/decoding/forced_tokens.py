@@ -1,0 +1,155 @@
+"""Drafts of tokens that have to follow, because a grammar leaves no choice. No model is run for
+them, and the target accepts them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specgen.base.types import Context, Draft
+from specgen.decoding.drafting import Drafter, LearningDrafter, NoDrafter, Setup
+
+if TYPE_CHECKING:
+    from specgen.decoding.policy_base import LengthPolicy
+    from specgen.decoding.verification import Verifier
+
+
+class ForcedTokens:
+    """Drafts nothing but the tokens that have to follow the context, for a round of their own.
+    `verifier` verifies these drafts: any lossless one does."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+
+    def propose(self, context: Context, limit: int) -> Draft:
+        """Drafts at most `limit` tokens; an empty draft where there is a choice."""
+        tokens = forced_tokens(context, (), limit)
+        if not tokens:
+            return Draft()
+        return Draft.chain(tokens, stop_reason=_reason(None, len(tokens)))
+
+
+class ForcedDrafter:
+    """Adds tokens that have to follow to the drafts of another drafter: after a chain, and where
+    the draft model drafts token by token, before its draft too, so that one pass of the target
+    verifies both.
+
+    The length policy does not see them: they cost no pass of the draft model, and are never
+    rejected. See `Draft.forced`.
+    """
+
+    def __init__(self, drafter: Drafter, setup: Setup) -> None:
+        self._drafter = drafter
+        self._setup = setup
+        self._joins = bool(getattr(drafter, "takes_forced", False))
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        """See `Drafter`. At most `limit` tokens with those that have to follow."""
+        draft = self._after_forced(context, policy, limit)
+        # other verifiers need to know how each node was drawn
+        is_scored = draft.draws is not None or len(draft.log_likelihoods) > 0
+        if draft.tokens and draft.is_chain and not is_scored:
+            draft = self._without_end(context, draft)
+            after = forced_tokens(context, draft.tokens, limit - len(draft.tokens))
+            draft = _with_last(draft, after)
+        count = sum(draft.forced)
+        return replace(draft, stop_reason=_reason(draft.stop_reason, count)) if count else draft
+
+    def _after_forced(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        """Returns the other drafter's draft, after the tokens that have to follow the context if it
+        takes them."""
+        before = forced_tokens(context, (), limit) if self._joins else []
+        if not before:
+            return self._drafter.propose(context, policy, limit)
+        drafter: Any = self._drafter
+        draft = drafter.propose(context, policy, limit - len(before), forced=before)
+        return _with_first(draft, before, self._certain(before, draft.probs))
+
+    def _certain(self, tokens: Sequence[int], probs: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the distributions that have only these tokens, for a draft whose other tokens are
+        drawn from `probs`; None if they are not drawn."""
+        if probs is None:
+            return None
+        rows = probs.new_zeros(len(tokens), probs.shape[-1])
+        rows[range(len(tokens)), list(tokens)] = 1.0
+        return rows
+
+    def _without_end(self, context: Context, draft: Draft) -> Draft:
+        """Returns the chain without an end-of-sequence token where the output ends before it."""
+        constraint = context.constraint
+        last = draft.tokens[-1]
+        if constraint is None or last not in self._setup.eos_ids or draft.judged is not None:
+            return draft
+        if not constraint.is_complete(context, draft.tokens[:-1]):
+            return draft
+        return replace(draft.part(0, -1), forced=draft.forced)
+
+
+def forced_tokens(context: Context, path: Sequence[int], limit: int) -> list[int]:
+    """Returns at most `limit` tokens that have to follow the context and the drafted tokens
+    `path`."""
+    if context.constraint is None or limit < 1:
+        return []
+    return context.constraint.forced(context, path)[:limit]
+
+
+def with_forced_tokens(
+    drafter: Drafter, setup: Setup, verifier: Verifier, *, is_plain: bool
+) -> tuple[Drafter, ForcedTokens | None]:
+    """Returns a run's drafter with tokens that have to follow in its drafts, and what drafts them
+    in rounds of their own; None if the drafter alone does. Plain decoding drafts none.
+
+    A draft that is recorded with its logits, or from which the drafter learns, stays as it is.
+    """
+    if is_plain:
+        return drafter, None
+    if setup.record or isinstance(drafter, LearningDrafter | NoDrafter):
+        return drafter, ForcedTokens(verifier)
+    joins = getattr(drafter, "takes_forced", False)
+    return ForcedDrafter(drafter, setup), None if joins else ForcedTokens(verifier)
+
+
+def _with_first(draft: Draft, tokens: list[int], probs: torch.Tensor | None) -> Draft:
+    """Returns the draft with `tokens` before it, which have the distributions `probs` if its own
+    tokens were drawn."""
+    count = len(tokens)
+    if not count:
+        return draft
+    fields: dict[str, Any] = {}
+    if draft.probs is not None and probs is not None:
+        fields["probs"] = torch.cat((probs, draft.probs))
+    return replace(
+        draft,
+        tokens=[*tokens, *draft.tokens],
+        parents=[*range(-1, count - 1), *(parent + count for parent in draft.parents)],
+        entropies=[*[0.0] * count, *draft.entropies],
+        top_probs=[*[1.0] * count, *draft.top_probs],
+        forced=(count, 0),
+        **fields,
+    )
+
+
+def _with_last(draft: Draft, tokens: list[int]) -> Draft:
+    """Returns a chain with `tokens` after it."""
+    count = len(tokens)
+    if not count:
+        return draft
+    has_statistics = bool(draft.entropies)
+    before, _ = draft.forced
+    return replace(
+        draft,
+        tokens=[*draft.tokens, *tokens],
+        parents=range(-1, len(draft.tokens) + count - 1),
+        entropies=[*draft.entropies, *[0.0] * (count * has_statistics)],
+        top_probs=[*draft.top_probs, *[1.0] * (count * has_statistics)],
+        forced=(before, count),
+    )
+
+
+def _reason(reason: str | None, count: int) -> str:
+    """Returns why a draft with so many forced tokens ended; `reason` is None if it has no other
+    ones."""
+    return f"forced {count}" if reason is None else f"{reason}, {count} forced"
