@@ -137,3 +137,28 @@ def test_the_vocabulary_of_each_file_is_read_once(
         for _ in range(2):
             with specgen.load(str(path), dtype="float32", find=False):
                 assert len(asked) == count + 1
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("Q5_K", "as in their file (q5_k)"),
+        (
+            "Q6_K",
+            "as in their file (q6_k), Q6_K in 8 bits (perplexity +0.08 % for SmolLM2-135M)",
+        ),
+        ("IQ4_XS", "as in their file (iq4_xs), IQ4_XS in 8 bits"),
+    ],
+)
+def test_inspect_says_what_of_a_file_is_rounded(
+    kind: str,
+    kept: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = write_model(model_of("qwen2"), "qwen2", tmp_path / "target.gguf", kind)
+    code, out, err = run_main(monkeypatch, capfd, "inspect", "-t", str(path), "--json")
+    assert code == 0, err
+    assert json.loads(out)["target"]["kept_as"] == kept

@@ -47,6 +47,7 @@ _EXPERTS = re.compile(r"(^|\.)experts\.")
 _BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 
 
+_COST_OF_Q6_K = "perplexity +0.08 % for SmolLM2-135M"  # see `gguf.rounded.read_rounded`
 _ROUNDED_AS = {
     "int8": "rounded to 8 bits in groups of 32",
     "int4": "rounded to 4 bits with scale and minimum in groups of 32",
@@ -59,15 +60,17 @@ class Precision:
 
     `rounding` (`int8`, `int4`) is what the weights are rounded to when they are loaded; None: they
     are not rounded. `stored_type` is the type of a quantised GGUF file's matrices if they stay as
-    they are; None: they are floating-point numbers. `wide_attention`: see
-    `native.layer.NativeLayer`. `warning` is a sentence for the user where the dtype is not the one
-    to be expected; None if there is nothing to say.
+    they are; None: they are floating-point numbers. `rounded_types` are the types in that file with
+    which the kernels compute in 8 bits. `wide_attention`: see `native.layer.NativeLayer`. `warning`
+    is a sentence for the user where the dtype is not the one to be expected; None if there is
+    nothing to say.
     """
 
     dtype: torch.dtype
     reason: str = ""
     rounding: str | None = None
     stored_type: str | None = None
+    rounded_types: Sequence[str] = ()
     wide_attention: bool = False
     warning: str | None = None
 
@@ -79,7 +82,9 @@ class Precision:
         """Returns in words how the weights are in memory. `stored` is the dtype in which kernels
         leave those that are stored in floating point; None: there are no kernels."""
         if self.stored_type is not None:
-            return f"as in their file ({self.stored_type})"
+            in_8_bits = "".join(f", {kind} in 8 bits" for kind in self.rounded_types)
+            cost = f" ({_COST_OF_Q6_K})" if "Q6_K" in self.rounded_types else ""
+            return f"as in their file ({self.stored_type}){in_8_bits}{cost}"
         if self.rounding is not None:
             return _ROUNDED_AS[self.rounding]
         if stored is not None:
@@ -191,7 +196,13 @@ def choose_precision(name: str, model: ModelFiles, device: torch.device) -> Prec
     if stored_type is not None:
         wide = _is_recurrent(model)
         reason = "as in its file"
-        return Precision(torch.float32, reason, stored_type=stored_type, wide_attention=wide)
+        return Precision(
+            torch.float32,
+            reason,
+            stored_type=stored_type,
+            rounded_types=_rounded_types(model),
+            wide_attention=wide,
+        )
     chosen = _on_cpu(narrow, model)
     is_quantised = is_gguf(model.folder) and not _is_stored_in_floats(model)
     if is_quantised and chosen.warning is None and _lacks_kernels():
@@ -217,6 +228,13 @@ def _computable_type(model: ModelFiles) -> str | None:
         sizes[kind] += math.prod(dimensions)
     ((kind, _),) = sizes.most_common(1)
     return None if kind in _STORED_FLOATS else kind.lower()
+
+
+def _rounded_types(model: ModelFiles) -> tuple[str, ...]:
+    """Returns the types in a quantised GGUF file with which our own kernels compute in 8 bits, see
+    `gguf.rounded.read_rounded`."""
+    kinds = {kind for _, kind in model.stored_tensors.values()}
+    return tuple(sorted(kinds & (_PACKED_SIZES.keys() - set(EXACT_TYPES))))
 
 
 def check_room(model: ModelFiles, device: torch.device, precision: Precision) -> None:

@@ -110,7 +110,10 @@ def read_rounded(tensor: GgufTensor) -> torch.Tensor:
     rows, bytes of a row]. Raises OSError as `read_tensor` does.
 
     Types whose groups have fewer elements, or whose integers choose from a table, are rounded to 8
-    bits: 2 to 4 more than they have.
+    bits: 2 to 4 more than they have. For Q6_K, bfloat16 would be the other way. SmolLM2-135M's
+    matrices with Q6_K's values have 0.08 % more perplexity in 8 bits and 0.06 % in bfloat16, on
+    2,448 generated tokens, of which 1.7 and 0.5 % are no longer the likeliest; 8 bits take half the
+    memory, and plain decoding is 1.4 times as fast (AVX-512, one thread).
     """
     columns = tensor.shape[-1]
     groups = columns // GROUP
