@@ -51,8 +51,8 @@ GRAMMARS = (
     Grammar("regex", "(ab|abc|b)*d{2,4}é?"),
     Grammar("grammar", 'root ::= "yes, " [a-c]+ | "no" | "yes" (" really")*'),
 )
-# of letters; some are the beginnings of others
-WORDS = ("aab", "ab", "abab", "ba", "bbab", "b")
+# of letters; some are the beginnings of others, and after an a there is no choice first
+WORDS = ("abaa", "abab", "abb", "ba", "bbab", "b")
 OF_WORDS = Grammar("regex", "|".join(WORDS))
 END = 2  # the letter that stands for the end of a sequence
 
@@ -349,7 +349,7 @@ def test_the_draft_model_runs_for_no_token_that_has_to_follow(pair: Pair) -> Non
     result = pair.generate(PROMPT, "sd:k=2", grammar=grammar, max_new_tokens=40)
     passes = runners.draft.forward_count - before  # type: ignore[attr-defined]
     assert result.summary["rounds"] <= 4
-    assert passes <= 6 < len(result.token_ids)
+    assert passes <= 4 < len(result.token_ids)
 
 
 def test_the_length_policy_sees_no_token_that_has_to_follow(pair: Pair) -> None:
@@ -397,17 +397,13 @@ def test_answers_of_the_published_model_are_read_by_pydantic() -> None:
     messages = [{"role": "user", "content": ASKED}]
     schema = Grammar.of_schema(Person.model_json_schema())
     with specgen.load(str(gguf_file()), str(draft_folder())) as pair:
-        for temperature in (0.0, 1.0):
-            sampling = SamplingParams(80, temperature, seed=7, grammar=schema)
-            plain, drafted = (
-                pair.generate(messages, method, sampling) for method in ("ar", "sd:k=3")
-            )
-            assert plain.summary["finish_reason"] == drafted.summary["finish_reason"] == "stop"
-            person = Person.model_validate_json(plain.text)
-            Person.model_validate_json(drafted.text)
-            if not temperature:
-                assert plain.token_ids == drafted.token_ids
-                assert person.name == "Alice"
+        sampling = SamplingParams(80, grammar=schema)
+        plain, drafted = (pair.generate(messages, method, sampling) for method in ("ar", "sd:k=3"))
+        sampled = pair.generate(messages, "suffix", sampling, temperature=1.0, seed=7)
+    assert plain.token_ids == drafted.token_ids
+    assert Person.model_validate_json(plain.text).name == "Alice"
+    assert sampled.summary["finish_reason"] == "stop"
+    Person.model_validate_json(sampled.text)
 
 
 # the server
@@ -452,6 +448,8 @@ def test_openais_client_gets_what_it_asked_for(pair: Pair) -> None:
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("regex", "a(?=b)"), "look-ahead"),
         (Grammar("regex", "a[^\\s\\S]"), "no output matches the regular expression"),
+        (Grammar("regex", ""), "only an empty output matches"),
+        (Grammar("grammar", "root ::= root"), "no output matches the grammar"),
         (Grammar("grammar", "start: nothing"), 'unknown name: "nothing"'),
         (Grammar("grammar", "((("), "Expected"),
         (Grammar("json_schema", "{]"), "JSON schema cannot be used"),

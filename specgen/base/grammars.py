@@ -32,6 +32,12 @@ class Grammar:
                 'Give a text; specgen.Grammar.of_schema({"type": "object"}) takes a dictionary',
             )
 
+        if any("\ud800" <= character <= "\udfff" for character in self.text):
+            raise SpecgenError(
+                f"a grammar's text is {shown(self.text)}, which is not UTF-8",
+                "Convert it first, for instance with iconv",
+            )
+
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """Returns the grammar of a JSON schema, given as a dictionary."""

@@ -148,8 +148,14 @@ class GrammarConstraint:
         self._known: dict[tuple[int, ...], _After] = {}
 
     def check_beginning(self) -> None:
-        """Raises SpecgenError if neither a token nor the end may come first."""
-        if self._after(()).forbidden is not None:
+        """Raises SpecgenError if no token may come first."""
+        first = self._after(())
+        if first.is_complete:
+            raise SpecgenError(
+                f"only an empty output matches the {_NAMES[self.grammar.kind]}",
+                "Check what it demands",
+            )
+        if first.forbidden is not None:
             return
         if self._is_dead_end:
             problem = f"no output matches the {_NAMES[self.grammar.kind]}"
@@ -303,7 +309,7 @@ def written_grammar(grammar: Grammar) -> str:
         if schema is True:
             schema = {}
         return str(library.LLMatcher.grammar_from_json_schema(schema, defaults=_JSON))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error)
     if grammar.kind == "json_schema" and isinstance(_value(text), bool | list | int | str | None):
         reason = "it has to be a JSON object"
@@ -314,7 +320,7 @@ def _value(text: str) -> Any:
     """Returns the value of JSON text; an empty dictionary for what is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 
