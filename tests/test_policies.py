@@ -150,6 +150,25 @@ def test_bandits_learn_the_acceptance_rate_from_what_the_target_judged() -> None
         assert sum(lengths) / 2000 == pytest.approx(4, rel=0.1), "geometric with mean 1 / (1 - 3/4)"
 
 
+def test_the_printed_rules_of_the_bandits() -> None:
+    """Beta-TS's alpha falls below 0 at an acceptance rate of a half, and drafts then have one
+    token; Cali-TS's estimate only rises, whatever was rejected."""
+    beta = BetaTS(alpha=1, beta=1, max_draft=40, seed=0, rule="printed")
+    cali_ts = cali(theta0=0.5, rule="printed")
+    for policy in (beta, cali_ts):
+        policy.observe(drafted=4, accepted=3)
+        policy.observe(drafted=0, accepted=0)
+    assert beta.state() == {"alpha": 3, "beta": 3}
+    assert cali_ts.theta_hat == pytest.approx((3 + 0.5) / (3 + 1))
+    for _ in range(4):
+        for policy in (beta, cali_ts):
+            policy.observe(drafted=4, accepted=0)
+            policy.observe(drafted=2, accepted=1)
+    assert beta.state() == {"alpha": -1, "beta": 3 + 4 * (2 + 2)}
+    assert cali_ts.theta_hat == pytest.approx((3 + 4 + 0.5) / (3 + 4 + 1))
+    assert {drafted(beta, "predicted_acceptance", 0.9) for _ in range(50)} == {1}
+
+
 def test_lookup_continues_the_latest_longest_match_and_goes_round() -> None:
     def lookup(ids: list[int], k: int, ngram: int = 3) -> list[int]:
         return list(

@@ -53,10 +53,10 @@ _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
 
 def _policy_by_setting() -> dict[str, str]:
     """Returns the policy that each setting of Thompson sampling belongs to, by the setting's name.
-    `max_draft` is left out, because other policies have it too."""
+    Those that other policies have too are left out."""
     policies = (CaliTS, BetaTS)
     names = {name: policy.name for policy in policies for name in policy.settings}
-    return {name: policy for name, policy in names.items() if name != "max_draft"}
+    return {name: policy for name, policy in names.items() if name not in ("max_draft", "rule")}
 
 
 class EESD(PartMethod):

@@ -18,6 +18,16 @@ from specgen.decoding.policy_base import DraftedToken, LengthPolicy, longest_dra
 from specgen.methods.base import Grid
 from specgen.methods.model_drafts import ChainMethod
 
+CORRECTED = "corrected"
+PRINTED = "printed"
+RULE = {
+    "rule": Setting(
+        CORRECTED,
+        "count accepted and rejected tokens, or update as the paper prints",
+        choices=(CORRECTED, PRINTED),
+    )
+}
+
 
 class ThompsonSampling(LengthPolicy):
     """Base of policies that sample theta, the probability that a token is accepted, after each
@@ -45,7 +55,8 @@ class BetaTS(ThompsonSampling):
         printed:  r = |Q_v| - 1,  n = min(|Q_v| + 1, |Q_d|)
         here:     r = |Q_v|,      n = min(|Q_v| + 1, |Q_d|)
 
-    With the printed r, an acceptance rate below 1 makes alpha fall until it is negative.
+    With the printed r, an acceptance rate below 1 makes alpha fall until it is negative. The
+    setting `rule=printed` uses it all the same; theta is 0 while alpha is not positive.
     """
 
     name = "beta-ts"
@@ -54,19 +65,29 @@ class BetaTS(ThompsonSampling):
         "alpha": Setting(1.0, "prior successes", 1e-3, 1e6, tuned=(1.0, 2.0, 5.0, 10.0)),
         "beta": Setting(1.0, "prior failures", 1e-3, 1e6, tuned=(0.5, 1.0, 2.0, 5.0)),
         "max_draft": longest_draft_setting(40, 6, 12, 40),
+        **RULE,
     }
 
-    def __init__(self, alpha: float, beta: float, max_draft: int, seed: int) -> None:
+    def __init__(
+        self, alpha: float, beta: float, max_draft: int, seed: int, rule: str = CORRECTED
+    ) -> None:
         super().__init__(max_draft, seed)
         self.alpha = alpha
         self.beta = beta
+        self._is_printed = rule == PRINTED
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        return self._continue_with(self._rng.betavariate(self.alpha, self.beta), token)
+        theta = 0.0
+        if self.alpha > 0:
+            theta = self._rng.betavariate(self.alpha, self.beta)
+        return self._continue_with(theta, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self.alpha += accepted
-        self.beta += min(accepted + 1, drafted) - accepted
+        if not drafted:
+            return
+        successes = accepted - 1 if self._is_printed else accepted
+        self.alpha += successes
+        self.beta += min(accepted + 1, drafted) - successes
 
     def state(self) -> Mapping[str, float]:
         return {"alpha": self.alpha, "beta": self.beta}
@@ -88,7 +109,8 @@ class CaliTS(ThompsonSampling):
         here:     theta_hat = (theta0 + accepted) / (1 + judged)
 
     `accepted` and `judged` are sums over all rounds of |Q_v| and min(|Q_v| + 1, |Q_d|). The printed
-    update counts no rejections: it is (t + theta0) / (t + 1) whatever happens.
+    update counts no rejections: it is (t + theta0) / (t + 1) whatever happens. The setting
+    `rule=printed` uses it all the same.
 
     Table 4 switches one of the two estimates off. With `sampling_prediction` off, theta is drawn
     from N(theta_M, sigma_M^2); with `model_prediction` off, from N(theta_hat, sigma_S^2 / n), with
@@ -109,6 +131,7 @@ class CaliTS(ThompsonSampling):
         "model_prediction": Setting(True, "use the predictor's score of each token"),
         "sampling_prediction": Setting(True, "use the acceptance rate so far"),
         "max_draft": longest_draft_setting(40, 3, 5, 8, 40),
+        **RULE,
     }
 
     def __init__(
@@ -120,6 +143,7 @@ class CaliTS(ThompsonSampling):
         sampling_prediction: bool,
         max_draft: int,
         seed: int,
+        rule: str = CORRECTED,
     ) -> None:
         if not model_prediction and not sampling_prediction:
             raise SpecgenError(
@@ -132,6 +156,7 @@ class CaliTS(ThompsonSampling):
         self.signals = self.signals_with({"model_prediction": model_prediction})
         self._model_variance = sigma_model**2
         self._sample_variance = sigma_sample**2
+        self._is_printed = rule == PRINTED
         self._rounds = 0
         self._accepted = theta0
         self._judged = 1.0
@@ -172,7 +197,7 @@ class CaliTS(ThompsonSampling):
         if drafted:
             self._rounds += 1
             self._accepted += accepted
-            self._judged += min(accepted + 1, drafted)
+            self._judged += accepted if self._is_printed else min(accepted + 1, drafted)
         if self.predictions:
             self._mean_score = sum(self.predictions) / len(self.predictions)
             self.predictions.clear()
