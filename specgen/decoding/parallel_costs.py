@@ -2,7 +2,9 @@
 Imports no torch.
 
 A fixed window is the ratio of the target's pass time to the draft model's, so that both finish
-together; in a flexible window, drafting ends when the target pass does.
+together; in a flexible window, drafting ends when the target pass does. Theorem 1 takes the time of
+a target pass as given. Where it grows by more than a draft pass with each token, both would finish
+together at no window or at a huge one: the window is then as long as verifying its tokens pays.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from specgen.decoding.costs import Curve
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
+_HIGH_ACCEPTANCE = 0.9  # with which no longer window must pay
 # where a target pass takes long: how many times its expected number of tokens the draft may have
 _MARGIN = 1.5
 
@@ -76,11 +79,19 @@ class ParallelCosts:
     @property
     def window(self) -> Window:
         """The window with which neither model waits for the other: c, rounded, from 1 to
-        `LONGEST_WINDOW` (PEARL, Theorem 1)."""
-        size = _rounded(self.ratio)
+        `LONGEST_WINDOW` (PEARL, Theorem 1), but none that is longer than pays."""
+        size = min(_rounded(self.ratio), self._longest_that_pays)
         first = min(size, _rounded(self.single_pass / self.draft_pass))
         second = min(size, _rounded(self.double_pass / self.draft_pass))
         return Window(size, first, second=second)
+
+    @property
+    def _longest_that_pays(self) -> int:
+        """The number of tokens in a target pass with the least time for each that is accepted,
+        where drafted tokens are often right."""
+        passes = self.target_passes
+        sizes = range(1, LONGEST_WINDOW + 1)
+        return min(sizes, key=lambda size: passes.at(size) / (1 - _HIGH_ACCEPTANCE**size))
 
     @property
     def flexible_window(self) -> Window:
