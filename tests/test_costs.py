@@ -99,7 +99,7 @@ def test_the_window_is_the_rounded_ratio(ratio: float, size: int) -> None:
 
 
 def test_the_window_is_no_longer_than_verifying_its_tokens_pays() -> None:
-    """A draft pass takes 0.4, a target pass 1 and another 1 for each token: c has no end. Where 90 %
+    """A draft pass takes 0.4, a target pass 1, and 1 more for each token: c has no end. Where 90 %
     are accepted, the time of a target pass for each accepted token is least over four tokens:
     (1 + n) / (1 - 0.9 ** n) is 14.8, 14.5, 14.7 for n = 3, 4, 5."""
     costs = ParallelCosts(0.4, 9.0, 2.0, 3.0, 8, 10)
