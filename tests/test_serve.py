@@ -384,7 +384,9 @@ def test_without_the_key_only_health_and_the_page_answer(pair: Pair) -> None:
         for path in ("/v1/models", "/docs", "/openapi.json", "//", "/x/.."):
             assert served.ask(path)[0] == 401
         assert served.ask("/health")[0] == 200
-        assert pair.target.name not in served.ask("/")[2]
+        status, _, page = served.ask("/")
+        assert status == 200
+        assert pair.target.name not in page
         for given in ("", KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}", "Bearer \xff"):
             status, _, answer = served.ask("/v1/completions", body, {"Authorization": given})
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
@@ -449,6 +451,15 @@ def test_pages_from_elsewhere_are_refused(pair: Pair) -> None:
         status, found, _ = served.ask("/v1/models", headers={**bearer, **headers})
         assert (status, found["access-control-allow-origin"]) == (200, "https://good.example")
         assert served.ask("/v1/models", headers=headers)[0] == 401
+
+
+def test_a_second_origin_is_not_hidden_behind_the_servers_own() -> None:
+    own = [(b"host", b"127.0.0.1:80"), (b"origin", b"http://127.0.0.1:80")]
+    scope = {"method": "GET", "path": "/", "headers": own}
+    Access("127.0.0.1").check(scope, {})
+    more = {**scope, "headers": [*own, (b"origin", b"https://evil.example")]}
+    with pytest.raises(ApiError, match="origin"):
+        Access("127.0.0.1").check(more, {})
 
 
 def test_only_json_of_a_bounded_size_is_read(served: Served) -> None:

@@ -156,6 +156,14 @@ def test_a_body_that_arrives_slowly_blocks_nobody(
         late.close()
 
 
+def test_a_body_that_is_too_long_is_not_waited_for(pair: Pair) -> None:
+    with serving(pair) as served:
+        client = Raw(served)
+        client.begin((16 << 20) + 1)
+        assert b" 413 " in client.until(b"\r\n")
+        client.close()
+
+
 def test_many_clients_at_once_get_their_own_answers_in_order(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
