@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specgen.methods.base import Request
     from specgen.pair.pair import Pair
 
-PAUSE = 0.01  # seconds between pieces of a streamed answer: faster ones are sent together
+PAUSE = 0.05  # seconds between pieces of a streamed answer: faster ones are sent together
 MOST_FOR_FIRST = 0.01  # seconds that generating waits until the first text is sent
 PLAIN = "ar"  # the method without drafts
 _SEEDS = 1 << 63
