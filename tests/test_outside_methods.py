@@ -38,12 +38,15 @@ if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
     from specgen.models.models import Models
 
-GUIDE = Path(__file__).parent.parent / ".github" / "CONTRIBUTING.md"
+ROOT = Path(__file__).parent.parent
 MINE = "mymodule:MyMethod"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", GUIDE.read_text("utf-8"), re.M | re.S)
+def code_with(text: str, path: str) -> str:
+    """Returns the block of Python in a page that has the text."""
+    page = (ROOT / path).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    return next(block for block in blocks if text in block)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +68,8 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, in which the guide's module is."""
-    (tmp_path / "mymodule.py").write_text(blocks("python")[0])
+    """The current folder, in which the README's module is."""
+    (tmp_path / "mymodule.py").write_text(code_with("class MyMethod", "README.md"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -77,7 +80,7 @@ def mine(folder: Path) -> type[methods.Method]:
     return type(methods.named(MINE))
 
 
-def test_the_guides_method_runs_in_each_command(
+def test_the_readmes_method_runs_in_each_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With settings, and under the name that the user writes."""
@@ -373,7 +376,8 @@ def test_what_the_draft_process_cannot_import_is_named(
 def test_the_guides_checks_pass(mine: type[methods.Method], tmp_path: Path) -> None:
     checks: dict[str, object] = {}
     recording = tmp_path / "rounds.json"
-    exec(blocks("python")[1].replace('"rounds.json"', repr(str(recording))), checks)
+    code = code_with("check_greedy", ".github/CONTRIBUTING.md")
+    exec(code.replace('"rounds.json"', repr(str(recording))), checks)
     testing.record_rounds(mine, recording)
     for name, check in checks.items():
         if name.startswith("test_"):

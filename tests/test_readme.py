@@ -31,6 +31,7 @@ from specgen.tune.profile import from_outcome
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+JSON_LINES = (ROOT / ".github" / "JSON_LINES.md").read_text(encoding="utf-8")
 # vLLM's, torchrun's, and an option of tests/benchmark.py
 NOT_OURS = {"--speculative-config", "--nproc-per-node", "--threads"}
 
@@ -41,7 +42,7 @@ def section(title: str) -> str:
 
 def keys_after(beginning: str) -> set[str]:
     """The names in code style in the line that begins so."""
-    line = next(line for line in README.splitlines() if line.startswith(beginning))
+    line = next(line for line in JSON_LINES.splitlines() if line.startswith(beginning))
     return set(re.findall(r"`(\w+)`", line.removeprefix(beginning)))
 
 
@@ -71,7 +72,8 @@ def test_every_option_exists() -> None:
 
 
 def test_the_native_families_are_named() -> None:
-    words = re.search(r"specgen runs (.*) with its own decoder", README)
+    page = (ROOT / ".github" / "MODELS.md").read_text(encoding="utf-8")
+    words = re.search(r"specgen runs (.*) with its own decoder", page)
     assert words is not None
     named = set(
         re.split(
@@ -109,9 +111,7 @@ def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> N
         assert len(named) > 10
         assert named <= set(line), kind
     (own,) = parsed(out)[1:]
-    of_compare, _, of_tune = (
-        section("JSON lines").partition("`compare --json`")[2].partition("`tune --json`")
-    )
+    of_compare, _, of_tune = JSON_LINES.partition("`compare --json`")[2].partition("`tune --json`")
     for text, line in (
         (of_compare, own),
         (of_tune.partition("```")[0], json_line(outcome(), trace)),
@@ -122,7 +122,7 @@ def test_the_keys_of_json_lines_are_there(compare: Compare, tmp_path: Path) -> N
 
 
 def test_its_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", section("Python"), flags=re.DOTALL)
     exec(code, {})
     out = capsys.readouterr().out
     answer, rate, rounds = re.fullmatch(
