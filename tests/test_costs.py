@@ -133,6 +133,45 @@ def test_a_flexible_window_by_hand() -> None:
     assert ParallelCosts(0.001, 1.0, 1.0, 1.0, 9, 64).flexible_window.size == LONGEST_WINDOW
 
 
+def test_the_gain_of_overlapping_passes_by_hand() -> None:
+    """A draft pass takes 0.5, a target pass 3 beside it and 2 alone, whatever its width. Each token
+    is accepted with probability 0.7.
+
+    PEARL: a window of 6; 3 after a rejection, and 3 again 0.7 / (1 - 0.7 ** 6) times. In turn:
+    drafts of n take n / 2 + 2 and give (1 - 0.7 ** (n + 1)) / 0.3 tokens; best is n = 2.
+    """
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
+    own = (3 + 0.7 / (1 - 0.7**6) * 3) * 0.3
+    in_turn = [(n / 2 + 2) * 0.3 / (1 - 0.7 ** (n + 1)) for n in (1, 2, 3)]
+    assert min(in_turn) == in_turn[1]
+    assert costs.expected_gain == pytest.approx(in_turn[1] / own)
+    assert costs.length_in_turn == 2
+    assert not costs.overlaps
+    undisturbed = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
+    assert undisturbed.overlaps
+    assert ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10).expected_gain is None
+
+
+def test_models_take_turns_where_overlapping_is_slower(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
+    monkeypatch.setattr(
+        "specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0)
+    )
+    plain = near.generate(PROMPTS[0], method="ar", sampling=GREEDY)
+    run = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY))
+    assert not isinstance(run.schedule, Parallel)
+    assert run.settings.values["window"] == costs.length_in_turn == 2
+    rounds = list(run.rounds())
+    assert max(len(round_.draft.tokens) for round_ in rounds) == 2
+    found = near.generate(PROMPTS[0], method="pearl", sampling=GREEDY)
+    assert found.token_ids == plain.token_ids
+
+    named = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY, window=3))
+    assert isinstance(named.schedule, Parallel), "a window that the user names overlaps"
+
+
 def test_costs_follow_a_machine_that_is_slower() -> None:
     draft, target = (
         CostTable({8: Curve(points), 64: Curve(points)}) for points in ({1: 1.0}, {1: 3.0, 2: 4.0})

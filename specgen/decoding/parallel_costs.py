@@ -61,7 +61,8 @@ class ParallelCosts:
     `context_length` tokens in the caches.
 
     `draft_pass` is one draft pass, `target_pass` a target pass over `width` tokens, `single_pass`
-    and `double_pass` are target passes over one token and over two.
+    and `double_pass` are target passes over one token and over two. `draft_alone`, `target_alone`
+    and `single_alone` are the same while the other model rests; 0: not measured.
     """
 
     draft_pass: float
@@ -70,6 +71,9 @@ class ParallelCosts:
     double_pass: float
     width: int
     context_length: int
+    draft_alone: float = 0.0
+    target_alone: float = 0.0
+    single_alone: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -119,6 +123,47 @@ class ParallelCosts:
         """The window of a run: if `is_flexible`, the one for drafts that end with the target pass,
         otherwise the fixed one."""
         return self.flexible_window if is_flexible else self.window
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether drafting during the target's passes is expected to be faster than before them.
+
+        Both models slow each other down where they share cores or memory, which is part of the
+        measured times.
+        """
+        gain = self.expected_gain
+        return gain is None or gain >= 1
+
+    @property
+    def expected_gain(self) -> float | None:
+        """The expected time of drafting and verifying in turn over that of PEARL, for the same
+        tokens, each accepted with probability `_ACCEPTANCE`. None if passes of one model alone were
+        not measured.
+
+        In PEARL, one pre-verify follows each rejection, and then post-verifies, until one of them
+        rejects a token; in between are 1 / (1 - acceptance) tokens.
+        """
+        if not self.draft_alone:
+            return None
+        window = self.window
+        pre_verify = max(self.single_pass, window.first * self.draft_pass)
+        post_verify = max(self.target_passes.at(window.size), window.size * self.draft_pass)
+        post_verifies = _ACCEPTANCE / (1 - _ACCEPTANCE**window.size)
+        own = (pre_verify + post_verifies * post_verify) * (1 - _ACCEPTANCE)
+        return self._seconds_in_turn(self.length_in_turn) / own
+
+    @property
+    def length_in_turn(self) -> int:
+        """The length of drafts with the least time for each output token where the models take
+        turns."""
+        return min(range(1, LONGEST_WINDOW + 1), key=self._seconds_in_turn)
+
+    def _seconds_in_turn(self, length: int) -> float:
+        """The expected time for each output token with drafts of a `length` and the models taking
+        turns."""
+        alone = Curve({self.width: self.target_alone, 1: self.single_alone})
+        tokens = (1 - _ACCEPTANCE ** (length + 1)) / (1 - _ACCEPTANCE)
+        return (length * self.draft_alone + alone.at(length + 1)) / tokens
 
     @property
     def target_passes(self) -> Curve:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -59,13 +59,16 @@ class RunTimes:
 
     `costs` are the times, None where nothing in the run follows from them. `window` is the run's
     window, and `settings` are the request's with the window's size. `check` compares the run's
-    passes with `costs`; None where the window does not follow from them.
+    passes with `costs`; None where the window does not follow from them. If the models should take
+    turns, `length_in_turn` is the length of drafts then, and `settings` have it as the window; None
+    if their passes should overlap.
     """
 
     costs: ParallelCosts | None
     window: Window
     settings: Settings
     check: PassCheck | None
+    length_in_turn: int | None = None
 
     @classmethod
     def of(cls, models: Models, request: Request, worker: Worker) -> RunTimes:
@@ -73,14 +76,16 @@ class RunTimes:
         their times."""
         costs = _costs_for(models, request)
         window = _window(models, request, worker, costs)
-        size = window.size
-        check = None
-        if request.settings.values["window"] == AUTO and costs is not None:
-            size = costs.window.size
-            check = models.kept(PassTimes).check(
-                request.typical_length, request.sampling, record=request.record
-            )
-        return cls(costs, window, request.settings.with_value("window", size), check)
+        if request.settings.values["window"] != AUTO or costs is None:
+            return cls(costs, window, request.settings.with_value("window", window.size), None)
+        if not costs.overlaps:
+            length = costs.length_in_turn
+            return cls(costs, window, request.settings.with_value("window", length), None, length)
+        check = models.kept(PassTimes).check(
+            request.typical_length, request.sampling, record=request.record
+        )
+        settings = request.settings.with_value("window", costs.window.size)
+        return cls(costs, window, settings, check)
 
     @property
     def checked_costs(self) -> ParallelCosts | None:
@@ -270,22 +275,40 @@ class _ParallelPasses:
         """
         drafts = ThreadTimes()  # of a draft pass
         passes = {tokens: ThreadTimes() for tokens in (width, 1, 2)}  # of target passes
+        drafts_alone = ThreadTimes()
+        passes_alone = {tokens: ThreadTimes() for tokens in (width, 1)}
         for number in range(count):
             if number >= _FEWEST and time.perf_counter() >= deadline:
                 break
-            for tokens in (width, 1, 2) if number % 3 == 0 else (width,):
+            is_third = number % 3 == 0
+            for tokens in (width, 1, 2) if is_third else (width,):
                 drafted = self.step(tokens, width, passes[tokens])
-                if drafted:
-                    drafts.add(self.drafter.seconds / drafted, self.drafter.own_seconds / drafted)
-                else:  # the draft model cannot follow this context: the window is 1 then
-                    drafts.add(math.inf, math.inf)
-        return self._sample(width, drafts, passes)
+                self._add_draft(drafts, drafted)
+            for tokens in (width, 1) if is_third else ():
+                self._target_pass(tokens, passes_alone[tokens])()
+                self.drafter.start(self.context, (), width)
+                self._add_draft(drafts_alone, len(self.drafter.finish().tokens))
+        return self._sample(width, drafts, passes, drafts_alone, passes_alone)
+
+    def _add_draft(self, drafts: ThreadTimes, drafted: int) -> None:
+        """Adds the time of a draft pass in the last draft, of `drafted` tokens; infinite if the
+        draft model cannot follow this context: the window is 1 then."""
+        if drafted:
+            drafts.add(self.drafter.seconds / drafted, self.drafter.own_seconds / drafted)
+        else:
+            drafts.add(math.inf, math.inf)
 
     def _sample(
-        self, width: int, drafts: ThreadTimes, passes: Mapping[int, ThreadTimes]
+        self,
+        width: int,
+        drafts: ThreadTimes,
+        passes: Mapping[int, ThreadTimes],
+        drafts_alone: ThreadTimes,
+        passes_alone: Mapping[int, ThreadTimes],
     ) -> Sample[ParallelCosts]:
         """Returns the costs that follow from the times of draft passes, and from those of target
-        passes by their number of tokens, with `width` as a window."""
+        passes by their number of tokens, with `width` as a window; and from those of passes of one
+        model alone."""
         wait = passes[width].wait if self.target.device.type == "cpu" else 1.0
 
         def after_warm_up(times: ThreadTimes) -> list[float]:
@@ -304,6 +327,9 @@ class _ParallelPasses:
             pass_seconds(after_warm_up(passes[2])),
             width,
             len(self.context),
+            pass_seconds(after_warm_up(drafts_alone)),
+            pass_seconds(after_warm_up(passes_alone[width])),
+            pass_seconds(after_warm_up(passes_alone[1])),
         )
         scatter = max(spread(whole), spread(drafting))
         return Sample(costs, len(whole), max(scatter, wait))
@@ -311,19 +337,29 @@ class _ParallelPasses:
     def step(self, tokens: int, window: int, times: ThreadTimes) -> int:
         """Adds the time of a target pass over `tokens` tokens to `times`. Returns how many tokens
         (at most `window`) were drafted meanwhile."""
+        self.drafter.start(self.context, (), window)
+        wait = self._target_pass(tokens, times)
+        drafted = len(self.drafter.finish().tokens)
+        wait()
+        return drafted
+
+    def _target_pass(self, tokens: int, times: ThreadTimes) -> Callable[[], None]:
+        """Begins a target pass over `tokens` tokens. Returns a function that waits for it and adds
+        its time to `times`; a device that computes synchronously has then done so already."""
 
         def run() -> None:
             self.target.logits(self.context, self.draft[: tokens - 1]).logits.argmax(dim=-1)
 
-        self.drafter.start(self.context, (), window)
         if self.timer is None:
             times.time(run)
-            return len(self.drafter.finish().tokens)
+            return lambda: None
         self.timer.start()
         start = time.perf_counter()
         run()
         end = self.timer.mark()
-        drafted = len(self.drafter.finish().tokens)
-        seconds = end() - start
-        times.add(seconds, seconds)
-        return drafted
+
+        def wait() -> None:
+            seconds = end() - start
+            times.add(seconds, seconds)
+
+        return wait

@@ -12,6 +12,9 @@ Beyond the paper:
 - A fixed window is smaller beside a target pass over fewer tokens, which takes less time on a CPU
   (`Window.beside`).
 - Any length policy may end a draft within the window.
+- Where both models slow each other down by more than the overlap hides, as on few cores, they take
+  turns in this process (`ParallelCosts.overlaps`); only with `window=auto`, and not in runs that a
+  seed repeats, whose text must not depend on times.
 
 A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
 of the tokens that are being verified: measured with one that was trained for the bundled target,
@@ -20,6 +23,7 @@ of the tokens that are being verified: measured with one that was trained for th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
@@ -29,6 +33,7 @@ from specgen.methods.base import (
     DraftModelMethod,
     Loading,
     Tuning,
+    drafting_case,
     make_policy,
     make_run,
     make_setup,
@@ -48,7 +53,8 @@ class Pearl(DraftModelMethod):
     After an accepted draft, the worker drafts on while the target verifies it (`post_verify`).
     After a rejected one, the target verifies the first token of the new draft while the worker
     drafts the rest (`pre_verify`). A draft has as many tokens as draft passes fit into a target
-    pass: the `window`, which follows from the passes' measured times.
+    pass: the `window`, which follows from the passes' measured times. If these say that turns are
+    faster, the models take turns.
     """
 
     name = "pearl"
@@ -79,6 +85,8 @@ class Pearl(DraftModelMethod):
         if worker is None:
             raise self.without_part(None)
         times = RunTimes.of(models, request, worker)
+        if times.length_in_turn is not None:
+            return self._in_turn(models, request, times)
 
         setup = make_setup(models, request, models.plain())
         policy = make_policy(models, request, setup, times.drafting_case(models, request, setup))
@@ -102,4 +110,17 @@ class Pearl(DraftModelMethod):
             schedule=schedule,
             settings=times.settings,
             costs=times.checked_costs,
+        )
+
+    def _in_turn(self, models: Models, request: Request, times: RunTimes) -> Run:
+        """Returns a run in which the draft model drafts before the target's passes."""
+        setup = self.setup(models, request)
+        case = replace(drafting_case(models, request, setup), cost_kind=self.tuning.drafts)
+        return make_run(
+            models,
+            request,
+            setup,
+            decoding.ModelDrafter(setup, depth=times.length_in_turn),
+            policy=make_policy(models, request, setup, case),
+            settings=times.settings,
         )

@@ -332,6 +332,31 @@ def _kernels(report: PairReport, role: str) -> str:
     return f"{text}, with torch: {', '.join(operators)}" if operators else text
 
 
+def _overlapping(parallel: ParallelCosts) -> Iterator[Fact]:
+    """Yields how much longer passes take beside the other model's, and what PEARL gains by
+    overlapping them."""
+    if parallel.expected_gain is None:
+        return
+    yield (
+        "",
+        [
+            ["a pass of", "alone", "beside the other"],
+            ["the draft", _duration(parallel.draft_alone), _duration(parallel.draft_pass)],
+            ["the target, 1 token", *map(_duration, (parallel.single_alone, parallel.single_pass))],
+            [
+                f"the target, {parallel.width} tokens",
+                *map(_duration, (parallel.target_alone, parallel.target_pass)),
+            ],
+        ],
+    )
+    choice = "they overlap" if parallel.overlaps else "pearl lets them take turns"
+    text = (
+        f"at 70% acceptance, overlapping passes decode at {parallel.expected_gain:.2f}× the speed "
+        f"of passes in turn: {choice}"
+    )
+    yield "", text
+
+
 def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
     """Yields lines about the times of passes, and from which acceptance speculation pays."""
     target = model.target_seconds
@@ -351,6 +376,7 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
             f"{parallel.ratio:.1f} draft passes (c): PEARL's window is {parallel.window.size}"
         )
         yield "", text
+        yield from _overlapping(parallel)
 
     rates = {length: model.break_even_acceptance(length) for length in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]
