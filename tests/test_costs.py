@@ -168,8 +168,9 @@ def test_models_take_turns_where_overlapping_is_slower(
     found = near.generate(PROMPTS[0], method="pearl", sampling=GREEDY)
     assert found.token_ids == plain.token_ids
 
-    named = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY, window=3))
-    assert isinstance(named.schedule, Parallel), "a window that the user names overlaps"
+    for given_ in ({"window": 3}, {"post_verify": False}):
+        named = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY, **given_))
+        assert isinstance(named.schedule, Parallel), "what the user names is run as it is"
 
 
 def test_costs_follow_a_machine_that_is_slower() -> None:

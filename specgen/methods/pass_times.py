@@ -74,11 +74,13 @@ class RunTimes:
     def of(cls, models: Models, request: Request, worker: Worker) -> RunTimes:
         """Returns what a run of the request has. Measures passes at the first call that needs
         their times."""
+        values = request.settings.values
         costs = _costs_for(models, request)
         window = _window(models, request, worker, costs)
-        if request.settings.values["window"] != AUTO or costs is None:
+        if values["window"] != AUTO or costs is None:
             return cls(costs, window, request.settings.with_value("window", window.size), None)
-        if not costs.overlaps:
+        is_ablation = not (values["pre_verify"] and values["post_verify"])
+        if not (costs.overlaps or is_ablation):
             length = costs.length_in_turn
             return cls(costs, window, request.settings.with_value("window", length), None, length)
         check = models.kept(PassTimes).check(
