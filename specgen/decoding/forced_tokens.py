@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from specgen.decoding.verification import Verifier
 
 
+MOST_FORCED = 64  # tokens of a draft that have to follow: each is a row of the target's pass
+
+
 class ForcedTokens:
     """Drafts nothing but the tokens that have to follow the context, for a round of their own.
     `verifier` verifies these drafts: any lossless one does."""
@@ -53,8 +56,9 @@ class ForcedDrafter:
         is_scored = draft.draws is not None or len(draft.log_likelihoods) > 0
         if draft.tokens and draft.is_chain and not is_scored:
             draft = self._without_end(context, draft)
-            after = forced_tokens(context, draft.tokens, limit - len(draft.tokens))
-            draft = _with_last(draft, after)
+            before, _ = draft.forced
+            room = min(limit - len(draft.tokens), MOST_FORCED - before)
+            draft = _with_last(draft, forced_tokens(context, draft.tokens, room))
         count = sum(draft.forced)
         return replace(draft, stop_reason=_reason(draft.stop_reason, count)) if count else draft
 
@@ -89,11 +93,11 @@ class ForcedDrafter:
 
 
 def forced_tokens(context: Context, path: Sequence[int], limit: int) -> list[int]:
-    """Returns at most `limit` tokens that have to follow the context and the drafted tokens
-    `path`."""
+    """Returns tokens that have to follow the context and the drafted tokens `path`: at most
+    `limit`, and at most `MOST_FORCED`."""
     if context.constraint is None or limit < 1:
         return []
-    return context.constraint.forced(context, path)[:limit]
+    return context.constraint.forced(context, path)[: min(limit, MOST_FORCED)]
 
 
 def with_forced_tokens(
@@ -137,15 +141,17 @@ def _with_last(draft: Draft, tokens: list[int]) -> Draft:
     count = len(tokens)
     if not count:
         return draft
-    has_statistics = bool(draft.entropies)
+    statistics: dict[str, Any] = {}
+    if draft.entropies:
+        statistics["entropies"] = [*draft.entropies, *[0.0] * count]
+        statistics["top_probs"] = [*draft.top_probs, *[1.0] * count]
     before, _ = draft.forced
     return replace(
         draft,
         tokens=[*draft.tokens, *tokens],
         parents=range(-1, len(draft.tokens) + count - 1),
-        entropies=[*draft.entropies, *[0.0] * (count * has_statistics)],
-        top_probs=[*draft.top_probs, *[1.0] * (count * has_statistics)],
         forced=(before, count),
+        **statistics,
     )
 
 

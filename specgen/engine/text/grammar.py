@@ -114,8 +114,7 @@ class _LibraryTokenizer:
         self._known = known
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Returns the tokens of text that has to follow, of which the library allows no other
-        ones."""
+        """Returns tokens for text that has to follow. The library then allows these alone."""
         if isinstance(text, bytes):
             raise TypeError("text is wanted")  # tells the library what this takes
         return self._known.encode_after(text)
@@ -216,17 +215,21 @@ class GrammarConstraint:
             self._known[()] = _LEFT
 
     def _after(self, path: tuple[int, ...]) -> _After:
-        known = self._known.get(path)
-        if known is None:
-            before = self._after(path[:-1]) if path else None
-            if before is not None and (before.forbidden is None or before.is_complete):
-                known = before
-            elif self._move(path):
-                known = self._next()
-            else:
-                known = _LEFT
-            self._known[path] = known
-        return known
+        """What may follow a path, and with it what may follow each of its beginnings."""
+        if () not in self._known:
+            self._move(())
+            self._known[()] = self._next()
+
+        size = len(path)
+        while path[:size] not in self._known:
+            size -= 1
+        after = self._known[path[:size]]
+
+        for end in range(size + 1, len(path) + 1):
+            if after.forbidden is not None and not after.is_complete:
+                after = self._next() if self._move(path[:end]) else _LEFT
+            self._known[path[:end]] = after
+        return after
 
     def _move(self, path: Sequence[int]) -> bool:
         """Makes the matcher follow `path` after the output's tokens, as far as the grammar goes.
