@@ -4,8 +4,10 @@ what may follow each path of tokens; grammars that cannot be used."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from specgen.base.errors import RunError, SpecgenError
 from specgen.base.grammars import JSON_OBJECT, Grammar
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding import token_sampling
+from specgen.decoding.forced_tokens import MOST_FORCED
 from specgen.engine.forward_pass import chain_parents, path_to
 from specgen.engine.text.grammar import GrammarCompiler, GrammarConstraint, check_grammar
 from specgen.pair.pair import Pair
@@ -238,6 +241,18 @@ def test_tokenizers_of_all_kinds(kind: str, tmp_path: Path) -> None:
         assert re.fullmatch(pattern, text + detokenizer.flush())
 
 
+def test_what_may_follow_a_path_of_many_tokens(pair: Pair) -> None:
+    chance = random.Random(1)
+    text = "".join(chance.choices("abcdefgh", k=2000))
+    constraint = GrammarCompiler.of(pair.tokenizer).constraint(Grammar("regex", text + "x*"), {0})
+    context = Context([1])
+    path = constraint.forced(context)
+    assert len(path) > sys.getrecursionlimit()
+    rows = constraint.forbidden(context, path, chain_parents(len(path)), len(path))
+    assert not rows[0, 0], "the text may end"
+    assert not constraint.can_end(context)
+
+
 def test_an_output_that_left_the_grammar_is_an_error(pair: Pair) -> None:
     constraint = GrammarCompiler.of(pair.tokenizer).constraint(Grammar("regex", "a+b"), {0})
     context = Context([1])
@@ -350,6 +365,19 @@ def test_the_draft_model_runs_for_no_token_that_has_to_follow(pair: Pair) -> Non
     passes = runners.draft.forward_count - before  # type: ignore[attr-defined]
     assert result.summary["rounds"] <= 4
     assert passes <= 4 < len(result.token_ids)
+
+
+@pytest.mark.parametrize("method", ["sd:k=2", "lookup:k=2"])
+def test_a_long_text_that_has_to_follow_is_drafted_in_parts(pair: Pair, method: str) -> None:
+    """Each drafted token is a row of the target's logits."""
+    grammar = Grammar("regex", "Some of it. " * 5 + "(no|yes)" + ", and that is all of it" * 20)
+    result = pair.generate(PROMPT, method, grammar=grammar, max_new_tokens=400)
+    assert max(sum(round_.draft.forced) for round_ in result.rounds) <= MOST_FORCED
+    assert (
+        MOST_FORCED <= max(len(round_.draft.tokens) for round_ in result.rounds) <= MOST_FORCED + 2
+    )
+    plain = pair.generate(PROMPT, "ar", grammar=grammar, max_new_tokens=400)
+    assert result.token_ids == plain.token_ids
 
 
 def test_the_length_policy_sees_no_token_that_has_to_follow(pair: Pair) -> None:
@@ -476,6 +504,9 @@ def test_grammars_of_the_wrong_type() -> None:
     wrong = {"type": "object"}
     with pytest.raises(SpecgenError, match="of_schema"):
         Grammar("json_schema", wrong)
+    for value in ({"a", "b"}, math.nan, [Grammar]):
+        with pytest.raises(SpecgenError, match="JSON cannot hold"):
+            Grammar.of_schema({"enum": value})
     with pytest.raises(SpecgenError, match="grammar is"):
         SamplingParams(grammar=wrong)
     with pytest.raises(SpecgenError, match="ignore_eos"):

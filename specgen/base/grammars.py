@@ -40,8 +40,16 @@ class Grammar:
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
-        """Returns the grammar of a JSON schema, given as a dictionary."""
-        return cls("json_schema", json.dumps(schema))
+        """Returns the grammar of a JSON schema, given as a dictionary. Raises SpecgenError for one
+        with a value that JSON cannot hold, such as a set or a number that is not finite."""
+        try:
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SpecgenError(
+                f"a JSON schema is {shown(schema)}, which JSON cannot hold",
+                "Give it dictionaries, lists, texts, finite numbers, True, False and None only",
+            ) from error
+        return cls("json_schema", text)
 
 
 JSON_OBJECT = Grammar.of_schema({"type": "object"})
