@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,11 +19,18 @@ from serving import JSON, Served, serving
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
+from specgen.serve import requests
 from specgen.serve.access import Access
 from specgen.serve.errors import ApiError
+from specgen.serve.requests import LARGEST_SCHEMA
 
 PROMPT = "def fibonacci(n):"
 MESSAGES: Any = [{"role": "user", "content": "Where does an eagle live?"}]
+
+
+def described(schema: Any) -> dict[str, Any]:
+    """A `response_format` with a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +222,8 @@ def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair)
         ),
         ("response_format", {"response_format": {"type": "xml"}}),
         ("response_format", {"response_format": {"type": "json_schema"}}),
-        (
-            "response_format",
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": []}}}},
-        ),
+        ("response_format", {"response_format": described({"enum": []})}),
+        ("response_format", {"response_format": described({"enum": ["x" * LARGEST_SCHEMA]})}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("logit_bias", {"logit_bias": {"5": 3}}),
         ("modalities", {"modalities": ["audio"]}),
@@ -244,6 +251,28 @@ def test_what_cannot_be_honoured_is_an_error_that_names_the_field(
     assert caught.value.param == field
     assert caught.value.type == "invalid_request_error"
     assert len(str(caught.value)) < 400
+
+
+def test_streams_go_on_while_a_schema_is_checked(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_begun = threading.Event()
+    may_end = threading.Event()
+    has_been_told = []
+
+    def checked(_: Any) -> None:
+        is_begun.set()
+        has_been_told.append(may_end.wait(5))
+
+    monkeypatch.setattr(requests, "check_grammar", checked)
+    body = {"messages": MESSAGES, "max_tokens": 1, "response_format": {"type": "json_object"}}
+    with serving(pair) as served, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.ask, "/v1/chat/completions", body)
+        assert is_begun.wait(20)
+        assert served.ask("/health")[0] == 200
+        may_end.set()
+        assert answer.result()[0] == 200
+    assert has_been_told == [True], "the other request was answered only after the check"
 
 
 def test_unknown_fields_and_neutral_values_are_taken(client: openai.OpenAI) -> None:

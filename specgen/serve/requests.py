@@ -23,6 +23,7 @@ from specgen.serve.queue import Asked
 MOST_ANSWERS = 128  # to one prompt
 MOST_PROMPTS = 2048
 MOST_LIKELIEST = 20  # tokens at each place
+LARGEST_SCHEMA = 128 << 10  # characters: the time to compile one grows with their square
 COMPLETION_TOKENS = 16  # where a completion's request names no limit, as OpenAI has it
 _SEEDS = 1 << 63
 _BOUNDS = {
@@ -77,7 +78,8 @@ def _prediction(value: Any) -> Any:
 
 
 def _response_format(value: Any) -> Any:
-    """What an answer has to match, as a `Grammar`; None for any text."""
+    """What an answer has to match, as a `Grammar`; None for any text. Whether the library takes it
+    is checked later, by `ChatRequest.check_response_format`."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
@@ -85,17 +87,21 @@ def _response_format(value: Any) -> Any:
         raise ValueError("its type has to be text, json_object or json_schema")
     if kind == "text":
         return None
-    grammar = JSON_OBJECT
-    if kind == "json_schema":
-        described = value.get("json_schema")
-        schema = described.get("schema") if isinstance(described, dict) else None
-        if not isinstance(schema, dict):
-            raise ValueError("its json_schema has to have a schema, which is a JSON object")
-        grammar = Grammar.of_schema(schema)
+    if kind == "json_object":
+        return JSON_OBJECT
+    described = value.get("json_schema")
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError("its json_schema has to have a schema, which is a JSON object")
     try:
-        check_grammar(grammar)
+        grammar = Grammar.of_schema(schema)
     except SpecgenError as error:
         raise ValueError(str(error)) from error
+    if len(grammar.text) > LARGEST_SCHEMA:
+        raise ValueError(
+            f"its schema has {len(grammar.text):,} characters, and at most {LARGEST_SCHEMA:,} are "
+            "taken"
+        )
     return grammar
 
 
@@ -280,6 +286,17 @@ class ChatRequest(Common):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def check_response_format(self) -> None:
+        """Raises ApiError (400) for a `response_format` that the library refuses. A large
+        schema takes it so long that the event loop must not wait for it."""
+        if self.response_format is None:
+            return
+        try:
+            check_grammar(self.response_format)
+        except SpecgenError as error:
+            problem = f"response_format: {error}"
+            raise ApiError(400, problem, param="response_format") from error
 
     def asked(self, default: SamplingParams) -> Asked:
         """Returns what is to be generated. `default` has the sampling parameters that the request
