@@ -146,17 +146,24 @@ class Job:
         self._is_begun = threading.Event()  # the client has been sent the first events
 
     def emit(self, event: Event) -> None:
-        """Hands an event to the event loop. Called by the worker's thread."""
-        self._events.append(event)
-        if not self._is_awaited and not _is_last(event):
-            return
-        self._is_awaited = False
-        with suppress(RuntimeError):  # the loop has ended, and with it the client's connection
-            self._loop.call_soon_threadsafe(self._arrived.set)
-        if self._is_streamed and not self._is_begun.is_set():
+        """Hands an event to the event loop, and waits for at most `MOST_FOR_FIRST` while the first
+        text is sent. Called by the worker's thread alone."""
+        is_woken = self.hand_over(event)
+        if is_woken and self._is_streamed and not self._is_begun.is_set():
             # while this thread waits, the first text is sent without waiting for it
             self._is_begun.wait(MOST_FOR_FIRST)
             self._is_begun.set()
+
+    def hand_over(self, event: Event) -> bool:
+        """Hands an event to the event loop, and waits for nothing. Returns whether it wakes the
+        loop."""
+        self._events.append(event)
+        if not self._is_awaited and not _is_last(event):
+            return False
+        self._is_awaited = False
+        with suppress(RuntimeError):  # the loop has ended, and with it the client's connection
+            self._loop.call_soon_threadsafe(self._arrived.set)
+        return True
 
     async def batches(self) -> AsyncIterator[list[Event]]:
         """Yields the events, all that have come at a time."""
@@ -180,6 +187,8 @@ class Job:
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()
+            # this may be for an earlier event, which has been taken already
+            self._is_awaited = True
         self._is_awaited = False
 
     async def _last_event(self, seconds: float | None = None) -> None:
@@ -266,7 +275,7 @@ class Worker:
         try:
             self._choice.method.check_request(self._choice.settings, asked.sampling)
         except SpecgenError as error:
-            raise ApiError(400, str(error), param="temperature") from error
+            raise ApiError(400, str(error)) from error
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client has gone: at once if it waits, within one round if it runs."""
@@ -280,7 +289,7 @@ class Worker:
         with self._changed:
             self._is_closing = True
             for job in self._waiting:
-                job.emit(_ending())
+                job.hand_over(_ending())
             self._waiting.clear()
 
     def end_running(self) -> None:
