@@ -201,7 +201,7 @@ class Constraint(Protocol):
         ...
 
     def forced(self, context: Context, path: Sequence[int] = ()) -> list[int]:
-        """Returns tokens of which the text has to follow next, as the tokenizer writes it; none
+        """Returns the tokens of the text that has to come next, as the tokenizer writes it; none
         where the grammar leaves a choice."""
         ...
 

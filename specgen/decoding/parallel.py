@@ -114,9 +114,9 @@ class Parallel:
         Returns the finished round, and the drafted tokens that the next step has to verify.
         """
         run.clock.start()
-        predicted = None if unverified.tokens else run.predicted_round()
-        if predicted is not None:
-            return predicted, Draft()
+        undrafted = None if unverified.tokens else run.round_without_drafter()
+        if undrafted is not None:
+            return undrafted, Draft()
         if not unverified.tokens and not self.pre_verify:
             # the target idles meanwhile
             unverified = self._finish(self._start(run, unverified, self.window.size))

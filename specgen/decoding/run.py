@@ -226,7 +226,7 @@ class Run:
         self.clock.lap("sample")
         return verdict
 
-    def predicted_round(self) -> Round | None:
+    def round_without_drafter(self) -> Round | None:
         """Verifies the next tokens of the output that the user expects, else those that have to
         follow, and returns the round. None if there are none of either. The clock runs already."""
         draft = Draft()
@@ -242,7 +242,7 @@ class Run:
         output = self.target.logits(self.context, draft.tokens, draft.parents)
         self.clock.lap("verify", on_device=True)
         verdict = self.verify(draft, output, verifier)
-        return self.commit("sequential", draft, verdict, is_predicted=True)
+        return self.commit("sequential", draft, verdict, is_without_drafter=True)
 
     def commit(
         self,
@@ -253,7 +253,7 @@ class Run:
         *,
         target_passes: int = 1,
         unjudged: int = 0,
-        is_predicted: bool = False,
+        is_without_drafter: bool = False,
     ) -> Round:
         """Appends the verdict's tokens to the context, up to the end of the output, and returns the
         finished round.
@@ -263,7 +263,7 @@ class Run:
         judged by this verdict. If all tokens before them were accepted and the output has not
         ended, they are left out of the round, because the next round verifies and reports them.
         `unjudged` is the number of nodes that the target's pass ran besides the draft. The policy
-        learns nothing from a draft that `is_predicted` (see `predicted_round`).
+        learns nothing from a draft that the drafter did not make.
         """
         accepted = len(verdict.path)
         verdict = self._cut(draft, verdict)
@@ -272,7 +272,7 @@ class Run:
             tokens.append(verdict.token)
         self.context.extend(tokens)
         self.clock.lap("other")
-        if mode != "prefill" and not is_predicted:
+        if mode != "prefill" and not is_without_drafter:
             drafted = draft.drafted_levels - unverified
             self.policy.observe(drafted, min(max(accepted - draft.forced[0], 0), drafted))
         self.clock.lap("policy")
@@ -385,9 +385,9 @@ def sequential(run: Run) -> Iterator[Round]:
 @inference
 def _draft_then_verify(run: Run) -> Round:
     run.clock.start()
-    predicted = run.predicted_round()
-    if predicted is not None:
-        return predicted
+    undrafted = run.round_without_drafter()
+    if undrafted is not None:
+        return undrafted
     limit = run.remaining - 1  # room for the target's own token
     draft = run.drafter.propose(run.context, run.policy, limit)
     draft = draft.with_predictions(run.policy.predictions)

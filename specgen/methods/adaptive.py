@@ -86,7 +86,7 @@ def features(entropy: float, top_prob: float) -> tuple[float, float, float]:
 
     p is the largest probability of the draft model's distribution and H its entropy (nats), at
     temperature 1 and without penalties. p is kept between 0.001 and 0.999. The probability of the
-    token itself adds nothing to them, also in sampling.
+    token itself adds nothing, in sampling either.
     """
     p = min(max(top_prob, _SMALLEST), _LARGEST)
     return math.log(p), -math.log(1 - p), math.sqrt(max(entropy, 0.0))

@@ -23,9 +23,10 @@ def show_log_probs(
     """Prints one line for each token of an answer, by its id: its text, its log-probability (nats),
     and the likeliest tokens at its place with theirs. `text_of` returns the text of token ids."""
     console.print()
-    has_likeliest = any(entry.top for _, entry in scores)
     titles = f"{'token':<{_TEXT}} {'log p':>8}"
-    console.print(Text(titles + "  likeliest" * has_likeliest, "quiet"))
+    if any(entry.top for _, entry in scores):
+        titles += "  likeliest"
+    console.print(Text(titles, "quiet"))
     for token, entry in scores:
         line = Text(f"{_shown(token, text_of):<{_TEXT}} {entry.log_prob:>8.3f}")
         for other, log_prob in zip(entry.top, entry.top_log_probs, strict=True):

@@ -76,7 +76,10 @@ INLINE vec v_above_0(vec a, vec then, vec otherwise)
 }
 /* Bit i is 1 where element i of both is equal, which a NaN never is. */
 INLINE unsigned v_equal(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
-INLINE void i_store_bytes(int8_t *p, ivec a) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(a)); }
+INLINE void i_store_bytes(int8_t *p, ivec a)
+{
+    _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(a));
+}
 #else
 #define LANES 8
 #define MOST_ROWS 4
@@ -1089,7 +1092,7 @@ typedef struct {
     const float *query;
     float *scores;
     float *output;
-} asking;
+} head_query;
 
 INLINE long at_most(long count, long most) { return count < most ? count : most; }
 
@@ -1131,7 +1134,7 @@ INLINE void transpose(const float *rows, long stride, float *columns)
 /* Scores of Q queries for the LANES slots from `first` on, whose keys are `columns`
  * [element][slot]. Products are summed up for each element modulo LANES, then as in v_sums. */
 #define SCORES_TOGETHER(Q)                                                                     \
-    static void scores_together_##Q(const asking *own, const float *columns, long size,        \
+    static void scores_together_##Q(const head_query *own, const float *columns, long size,    \
                                     float scale, long first)                                   \
     {                                                                                          \
         vec fourths[4][Q];                                                                     \
@@ -1159,8 +1162,8 @@ INLINE void transpose(const float *rows, long stride, float *columns)
 /* Adds to the outputs of Q queries the values of the slots `first` to `last` - 1, each times its
  * score, P vectors at once. `values` [slot][size]; the outputs begin at 0 if `first` is 0. */
 #define VALUES_TOGETHER(Q, P)                                                                  \
-    static void values_together_##Q##_##P(const asking *own, const float *values, long size,   \
-                                          long first, long last)                               \
+    static void values_together_##Q##_##P(const head_query *own, const float *values,          \
+                                          long size, long first, long last)                    \
     {                                                                                          \
         for (long i = 0; i < size; i += P * LANES) {                                           \
             vec sums[Q][P];                                                                    \
@@ -1201,10 +1204,10 @@ static long shared_slots(const attended *own, long rows)
 
 /* Scores of all queries for the first `slots` keys [slot][size], a multiple of LANES. `columns`
  * has room for [size][LANES]. */
-static void score_together(const asking *all, long count, const float *keys, long slots, long size,
-                           float scale, float *columns)
+static void score_together(const head_query *all, long count, const float *keys, long slots,
+                           long size, float scale, float *columns)
 {
-    static void (*const SCORES[TOGETHER])(const asking *, const float *, long, float, long)
+    static void (*const SCORES[TOGETHER])(const head_query *, const float *, long, float, long)
         = { scores_together_1, scores_together_2, scores_together_3, scores_together_4 };
     const long bytes = size * LANES * (long)sizeof(float);
     for (long first = 0; first < slots; first += LANES) {
@@ -1218,13 +1221,14 @@ static void score_together(const asking *all, long count, const float *keys, lon
 }
 
 /* Adds to the outputs of all queries the first `slots` values [slot][size], times their scores. */
-static void add_together(const asking *all, long count, const float *values, long slots, long size)
+static void add_together(const head_query *all, long count, const float *values, long slots,
+                         long size)
 {
-    static void (*const BY_TWO[TOGETHER])(const asking *, const float *, long, long, long)
+    static void (*const BY_TWO[TOGETHER])(const head_query *, const float *, long, long, long)
         = { values_together_1_2, values_together_2_2, values_together_3_2, values_together_4_2 };
-    static void (*const BY_FOUR[TOGETHER])(const asking *, const float *, long, long, long)
+    static void (*const BY_FOUR[TOGETHER])(const head_query *, const float *, long, long, long)
         = { values_together_1_4, values_together_2_4, values_together_3_4, values_together_4_4 };
-    void (*const *functions)(const asking *, const float *, long, long, long)
+    void (*const *functions)(const head_query *, const float *, long, long, long)
         = size % (4 * LANES) ? BY_TWO : BY_FOUR;
     for (long first = 0; first < slots; first += ATTENDED_SLOTS)
         for (long q = 0; q < count; q += TOGETHER)
@@ -1235,9 +1239,10 @@ static void add_together(const asking *all, long count, const float *values, lon
 #else
 /* With 16 registers it is not faster. */
 INLINE long shared_slots(const attended *own, long rows) { return 0; }
-INLINE void score_together(const asking *all, long count, const float *keys, long slots, long size,
-                           float scale, float *columns) {}
-INLINE void add_together(const asking *all, long count, const float *values, long slots, long size) {}
+INLINE void score_together(const head_query *all, long count, const float *keys, long slots,
+                           long size, float scale, float *columns) {}
+INLINE void add_together(const head_query *all, long count, const float *values, long slots,
+                         long size) {}
 #endif
 
 /* Turns scores, which are capped first, into e^(score - largest); returns 1 / their sum, to which
@@ -1297,11 +1302,12 @@ static int attend(const attention_call *call, long row, long last_row, long kv_h
     const long padded = (longest + LANES - 1) / LANES * LANES;
     float *scores = scratch(1, (size_t)(count * padded + size * LANES) * sizeof(float));
     if (scores == NULL) return -1;
-    asking all[ATTENDED_ROWS * MOST_HEADS];
+    head_query all[ATTENDED_ROWS * MOST_HEADS];
     for (long i = 0; i < count; i++) {
         const attended *of_row = &own[i / heads];
         long place = i % heads * size;
-        all[i] = (asking){ of_row->queries + place, scores + i * padded, of_row->output + place };
+        all[i] = (head_query){ of_row->queries + place, scores + i * padded,
+                               of_row->output + place };
     }
 
     /* keys are transposed only if this is less work than the sums over elements that it spares */
@@ -1311,9 +1317,10 @@ static int attend(const attention_call *call, long row, long last_row, long kv_h
     score_together(all, count, own[0].keys + first_slot, scored, size, call->scale,
                    scores + count * padded);
     for (long first = scored; first < longest; first += ATTENDED_SLOTS)
-        for (long r = 0; r < rows; r++)
-            SCORES_OF[heads - 1](call, &own[r], first, at_most(own[r].count, first + ATTENDED_SLOTS),
-                                 scores + r * heads * padded, padded);
+        for (long r = 0; r < rows; r++) {
+            long last = at_most(own[r].count, first + ATTENDED_SLOTS);
+            SCORES_OF[heads - 1](call, &own[r], first, last, scores + r * heads * padded, padded);
+        }
 
     float factors[ATTENDED_ROWS * MOST_HEADS];
     for (long i = 0; i < count; i++) {
@@ -1362,7 +1369,8 @@ EXPORT int attention(const float *queries, long rows, long query_stride, long he
                      const float *sinks, float *output, long output_stride)
 {
     attention_call call = { queries, rows, query_stride, heads, kv_heads, size, keys, values,
-                            head_stride, seen, others, scale, cap, sinks, output, output_stride, 1, 0 };
+                            head_stride, seen, others, scale, cap, sinks, output,
+                            output_stride, 1, 0 };
     long threads = atomic_load_explicit(&pool.threads, memory_order_relaxed);
     long share = threads == 1 ? rows : rows * kv_heads / (4 * threads); /* a few for each thread */
     call.rows_of_chunk = share < 1 ? 1 : share > ATTENDED_ROWS ? ATTENDED_ROWS : share;

@@ -313,8 +313,8 @@ def unrounded(
     """
     if make_linear.kernels is not None:
         packed = pack_floats(weight, make_linear.kernels.library)
-        product = KernelLinear(make_linear.kernels, [packed], bias, 1.0)
-        return (lambda x: product(x).double()) if is_wide else product
+        linear = KernelLinear(make_linear.kernels, [packed], bias, 1.0)
+        return (lambda x: linear(x).double()) if is_wide else linear
     dtype = torch.float64 if is_wide else weight.dtype
     wide_bias = None if bias is None else bias.to(dtype)
     dense = DenseLinear(weight.to(dtype), wide_bias, by_columns=not weight.requires_grad)

@@ -66,9 +66,11 @@ class TokenBytes:
         return ids
 
     def encode_after(self, text: str) -> list[int]:
-        """Returns the ids of a text that continues another one: without a space in front. If the
-        tokenizer does not give the text's bytes, the longest tokens that do, one after the
-        other."""
+        """Returns the ids of a text that continues another one: without a space in front.
+
+        If the tokenizer does not give the text's bytes, the longest tokens that do, one after the
+        other; where no token fits, those of the text's beginning up to there alone.
+        """
         wanted = text.encode()
         for anchor in ANCHORS:
             length = len(self.encode(anchor))
