@@ -194,9 +194,10 @@ def listed(note: Callable[[str], None]) -> list[Method]:
     every = [*OURS]
     for name in outside.installed():
         problem = outside.clash(name) if name in _BUILT_IN or name in ALIASES else None
+        if problem is not None:
+            note(str(problem))
+            continue
         try:
-            if problem is not None:
-                raise problem
             every.append(find(name))
         except SpecgenError as error:
             note(str(error))

@@ -15,7 +15,7 @@ from specgen.base.part_kinds import DEFAULT_PART, EXIT, HEADS, training_command
 from specgen.base.seeds import derive_seed
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import Context, SamplingParams
-from specgen.decoding.policy_base import LengthPolicy, Signals
+from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods.drafting_knowledge import COPYING, DraftingCase, DraftingKnowledge
 from specgen.methods.readiness import KnownModels, Readiness
 
@@ -35,7 +35,6 @@ DRAFT_MODEL = "draft model"
 SKIPPED_LAYERS = "skipped layers"
 WITHOUT_A_DRAFT = ", or use a method that needs none: -m lookup"
 ADAPTIVE = "adaptive"  # the length policy that needs to know what drafting costs
-FIXED = "fixed"  # the length policy with drafts of `k` tokens
 # new tokens for which KV caches are allocated before a run, at most: they grow if it generates more
 RESERVED = 4096
 
@@ -268,7 +267,7 @@ class Method:
         """The length policy that a setting selects if it is given without `policy`, by the
         setting's name: `k` selects `fixed` if the method's own policy is `adaptive`, which has no
         `k`."""
-        return {"k": FIXED} if self.any_policy and self.policy == ADAPTIVE else {}
+        return {"k": Fixed.name} if self.any_policy and self.policy == ADAPTIVE else {}
 
     def without_part(self, target: str | None) -> SpecgenError:
         """Returns the error to raise if what the method drafts with is missing. Only for methods

@@ -52,19 +52,23 @@ _TREES: Grid = {"width": (2, 3, 4), "depth": (2, 3, 4, 5, 6)}
 
 
 def _policy_by_setting() -> dict[str, str]:
-    """Returns the policy that each setting of Thompson sampling belongs to, by the setting's name.
-    Those that other policies have too are left out."""
-    policies = (CaliTS, BetaTS)
-    names = {name: policy.name for policy in policies for name in policy.settings}
-    return {name: policy for name, policy in names.items() if name not in ("max_draft", "rule")}
+    """Returns the policy that a setting selects, by the setting's name: those that both policies of
+    Thompson sampling have select none."""
+    shared = CaliTS.settings.keys() & BetaTS.settings.keys()
+    return {
+        name: policy.name
+        for policy in (CaliTS, BetaTS)
+        for name in policy.settings
+        if name not in shared
+    }
 
 
 class EESD(PartMethod):
     """The target's first layers with the exit layer draft chains or trees, until the length policy
     ends the draft. The target verifies.
 
-    The paper's policy is `cali-ts`, which needs an exit layer with a predictor of acceptance. Its
-    settings, and those of `beta-ts`, select it without naming it.
+    The paper's policy is `cali-ts`, which needs an exit layer with a predictor of acceptance. A
+    setting that only `cali-ts` or only `beta-ts` has selects that policy.
     """
 
     name = "eesd"
@@ -88,6 +92,7 @@ class EESD(PartMethod):
     @property
     def policy_by_setting(self) -> Mapping[str, str]:
         implied = super().policy_by_setting
+        # the older names (`eesd-beta`, ...) have a policy already, which no setting changes
         return {**implied, **_policy_by_setting()} if implied else implied
 
     def without_part(self, target: str | None) -> SpecgenError:

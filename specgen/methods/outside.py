@@ -52,7 +52,7 @@ def is_reference(name: str) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether the class with this reference is found nowhere, as it was made in a function."""
+    """Whether this reference is of a class made in a function, which no import finds."""
     return "<locals>" in name
 
 
@@ -61,8 +61,8 @@ def reference_of(method: type[Method]) -> str:
 
 
 def search_current_folder() -> None:
-    """Has modules of methods be found in the current folder, too, after all other places: no file
-    there can take the place of an installed module. Not with Python's option -P.
+    """Lets modules of methods also be found in the current folder, after all other places, so that
+    no file there replaces an installed module. Does nothing with Python's option -P.
 
     The folder is added to the path when the first such module is imported.
     """
@@ -115,10 +115,8 @@ def load_installed(name: str) -> Method:
     try:
         method = load(point.value.replace(" ", ""))
     except SpecgenError as error:
-        package = _package(point)
-        raise SpecgenError(f"the method {name!r} of {package}: {error.message}", error.hint) from (
-            error
-        )
+        problem = f"the method {name!r} of {_package(point)}: {error.message}"
+        raise SpecgenError(problem, error.hint) from error
     method.name = name
     return method
 
