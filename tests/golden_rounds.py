@@ -9,7 +9,7 @@ compares with a recording.
 and the temperature. Runs are seeded, and all costs and windows are settings, so that no clock
 enters. A recording has the rounds of the JSON lines: mode, draft_ids, parents (null for a chain),
 accepted_ids, token_id, source and stop_reason, then the sums of entropies, of top_probs and of
-predicted. A failed case has its error message instead.
+predicted, and of overlap and kl where recorded. A failed case has its error message instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging
 
 import specgen
-from specgen.testing.recorded_rounds import difference, figures_of
+from specgen.testing import recorded_rounds
+from specgen.testing.recorded_rounds import figures_of
 
 FILE = Path(__file__).parent / "golden" / "rounds.json.gz"
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -376,6 +377,17 @@ def session(temperature: float) -> list[Any]:
     return done
 
 
+def difference(old: Any, new: Any) -> str | None:
+    """Returns the first place where the recordings of a case differ, rounds before the summary; the
+    error if only the new one failed; None if they agree."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        if "error" in new and "error" not in old:
+            return str(new["error"])
+        old = dict(reversed(old.items()))
+        new = dict(reversed(new.items()))
+    return recorded_rounds.difference(old, new)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("action", choices=["record", "check"])
@@ -395,10 +407,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         for case, pair, arguments in chosen:
             made[case] = run(case, pair, arguments, Path(name))
-            found = difference(known.get(case), made[case]) if options.action == "check" else None
-            if found:
+            if options.action == "record":
+                continue
+            first = difference(known.get(case), made[case])
+            if first is not None:
                 wrong += 1
-                print(f"{case:60}  {found[:150]}", flush=True)
+                print(f"{case:60}  {first[:150]}", flush=True)
     if options.action == "record":
         kept = known | made
         whole = {name: kept[name] for name, _, _ in listed if name in kept}

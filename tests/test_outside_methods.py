@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -382,7 +383,7 @@ def test_the_guides_checks_pass(mine: type[methods.Method], tmp_path: Path) -> N
     for name, check in checks.items():
         if name.startswith("test_"):
             check()  # type: ignore[operator]
-    with pytest.raises(AssertionError, match="t=1"):
+    with pytest.raises(AssertionError, match="t=0"):
         testing.check_rounds(f"{MINE}:least=0.6", recording)
     with pytest.raises(SpecgenError, match="cannot be read"):
         testing.check_rounds(mine, tmp_path / "none.json")
@@ -447,6 +448,67 @@ def test_the_checks_find_what_is_wrong() -> None:
     for check in (testing.check_greedy, testing.check_distribution):
         with pytest.raises(AssertionError, match="is lossy"):
             check(Lossy, k=2)
+
+
+def test_classes_made_in_a_function_are_checked(
+    demo_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Local(ChainMethod):
+        policy = "fixed"
+        drafter = ModelDrafter
+
+        class Nested(Likewise):
+            pass
+
+    monkeypatch.setattr("specgen.testing.greedy.TABLES", 1)
+    for number, method in enumerate((Local, Local.Nested)):
+        testing.check_greedy(method, demo_pair, ["def mean(numbers):"], tokens=8, k=2)
+        recording = tmp_path / f"{number}.json"
+        testing.record_rounds(method, recording, demo_pair, ["def mean(numbers):"], k=2)
+        testing.check_rounds(method, recording, demo_pair, ["def mean(numbers):"], k=2)
+        with pytest.raises(AssertionError, match="t=0"):
+            testing.check_rounds(method, recording, demo_pair, ["def mean(numbers):"], k=3)
+
+
+WITHOUT_ASSERTS = """
+from specgen import testing
+from specgen.methods.mtad import MTAD
+from specgen.testing import recorded_rounds
+
+def message(check, *given, **settings):
+    try:
+        check(*given, **settings)
+    except AssertionError as error:
+        print(str(error)[:90])
+    else:
+        print("passes")
+
+message(testing.check_greedy, "mtad", k=2)
+message(testing.check_distribution, "mtad", k=1, tokens=3, seeds=1)
+MTAD.lossless = True
+message(testing.check_greedy, "mtad", k=2, tau=0)
+message(testing.check_distribution, "mtad", k=1, tokens=3, seeds=1)
+recorded_rounds._recorded = lambda *_: {"a": 2}
+open("rounds.json", "w").write('{"a": 1}')
+message(testing.check_rounds, "mtad", "rounds.json")
+"""
+
+
+def test_the_checks_do_not_need_asserts(tmp_path: Path) -> None:
+    """Python's option -O leaves assert statements out."""
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", WITHOUT_ASSERTS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert [line.startswith("mtad is lossy: ") for line in lines[:2]] == [True, True]
+    assert lines[2].startswith("mtad on the table 0, drafted by the table ")
+    assert "the output's distribution is 0." in lines[3]
+    assert lines[4] == "a: 1 → 2"
 
 
 def test_greedy_ids_are_compared_on_the_pair_too(

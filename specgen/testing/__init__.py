@@ -14,7 +14,7 @@
 
 A method is named by its class, or as `-m` has it (`package.module:Class`, with or without
 settings); further arguments are its settings. A check that fails raises AssertionError, which says
-where. Tests need no plugin of pytest's.
+where. The checks need no pytest.
 
 `scripted_models` and `enumeration` have what the checks are made from: models of a few tokens whose
 logits are a table, runs of a method with them, and the enumeration of all their random paths.

@@ -141,7 +141,9 @@ class Paths:
                         before, representative = following.get(state, (0.0, path))
                         following[state] = (before + mass * self.weight, representative)
             unfinished = following
-        assert math.isclose(sum(found.values()), 1, abs_tol=ROUNDING)
+        total = sum(found.values())
+        if not math.isclose(total, 1, abs_tol=ROUNDING):
+            raise AssertionError(f"the outputs' probabilities add up to {total:.6g}")
         return dict(found)
 
     def choose(self, outcomes: Outcomes) -> Any:
@@ -167,9 +169,8 @@ class Paths:
             self._position = 0
             self.weight = 1.0
             result = run()
-            assert self._position == len(self._choices), (
-                "the run is not determined by its random choices"
-            )
+            if self._position != len(self._choices):
+                raise AssertionError("the run is not determined by its random choices")
             yield result, [choice[-1][0] for choice in self._choices]
             while len(self._choices) > len(beginning) and len(self._choices[-1]) == 1:
                 self._choices.pop()
@@ -224,7 +225,8 @@ class Uniforms:
         numbers, thresholds = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
             self._numbers, bound.double() / scale
         )
-        assert not thresholds.isnan().any()
+        if thresholds.isnan().any():
+            raise AssertionError("a random number is compared with NaN")
         flips = [
             self._is_below(number, threshold)
             for number, threshold in zip(
@@ -498,11 +500,13 @@ def check_distribution(
     Raises AssertionError if a probability is wrong, and SpecgenError if the method cannot run.
     """
     chosen, given = named_method(method, settings)
-    assert chosen.lossless, f"{chosen.name} is lossy: its output has another distribution"
+    if not chosen.lossless:
+        raise AssertionError(f"{chosen.name} is lossy: its output has another distribution")
     for seed in range(seeds):
         case = Case(chosen, given, tokens, (vocabulary, vocabulary), dict(warp), seed=seed)
-        found = distance(case)
-        assert found < ROUNDING, (
-            f"{case}, tables {seed}: the output's distribution is {found:.2g} (total variation) "
-            "from the target's"
-        )
+        error = distance(case)
+        if not error < ROUNDING:  # NaN is wrong too
+            raise AssertionError(
+                f"{case}, tables {seed}: the output's distribution is {error:.2g} "
+                "(total variation) from the target's"
+            )

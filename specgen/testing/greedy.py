@@ -38,7 +38,8 @@ def check_greedy(
     one, and SpecgenError if the method cannot run.
     """
     chosen, given = named_method(method, settings)
-    assert chosen.lossless, f"{chosen.name} is lossy: its output may differ from plain decoding's"
+    if not chosen.lossless:
+        raise AssertionError(f"{chosen.name} is lossy: its output may differ from plain decoding's")
     for seed in range(TABLES):
         for draft_seed in (seed, seed + 100):
             _check_on_tables(chosen, given, seed, draft_seed)
@@ -55,8 +56,9 @@ def _check_on_tables(method: Method, settings: dict[str, Any], seed: int, draft_
     draft = TableRunner(draft_seed)
     plain = ids_of(scripted_run(methods.find(PLAIN), {}, target, None, sampling).rounds())
     ids = ids_of(scripted_run(method, settings, target, draft, sampling).rounds())
-    where = f"on the table {seed}, drafted by the table {draft_seed}"
-    assert ids == plain, f"{method.name} {where}: {ids}, and plain decoding {plain}"
+    if ids != plain:
+        where = f"on the table {seed}, drafted by the table {draft_seed}"
+        raise AssertionError(f"{method.name} {where}: {ids}, and plain decoding {plain}")
 
 
 def _check_on_pair(
@@ -65,7 +67,7 @@ def _check_on_pair(
     sampling = SamplingParams(max_new_tokens=tokens)
     for number, prompt in enumerate(prompts):
         plain = pair.generate(prompt, PLAIN, sampling).token_ids
-        request = pair.request(prompt, method.name, sampling, **settings)
+        request = pair.request(prompt, type(method), sampling, **settings)
         for repeat in range(2):
             ids = ids_of(pair.run(request).rounds())
             difference = judge(pair, number, repeat, request.prompt_ids, plain, ids)
