@@ -56,8 +56,38 @@ def test_a_verdict_needs_the_whole_interval() -> None:
     from papers.measuring import CLOSE, FAILS, HOLDS, Estimate
 
     high, low, both = Estimate(1.2, 1.1, 1.3), Estimate(0.8, 0.7, 0.9), Estimate(1.0, 0.9, 1.1)
-    assert [each.above() for each in (high, low, both)] == [HOLDS, FAILS, CLOSE]
-    assert [each.below() for each in (high, low, both)] == [FAILS, HOLDS, CLOSE]
+    assert [figure.above() for figure in (high, low, both)] == [HOLDS, FAILS, CLOSE]
+    assert [figure.below() for figure in (high, low, both)] == [FAILS, HOLDS, CLOSE]
+    assert [both.near(predicted) for predicted in (0.95, 1.05, 1.15)] == [HOLDS, HOLDS, FAILS]
+
+
+@pytest.mark.parametrize(
+    ("options", "seeded"), [(("--ignore-eos",), False), (("--temperature", "1"), True)]
+)
+def test_a_seed_is_given_where_tokens_are_drawn(
+    options: tuple[str, ...], seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the command that is shown is the one that runs."""
+    from papers import measuring
+
+    given: list[str] = []
+    monkeypatch.setattr(measuring, "_run", lambda *arguments: given.extend(arguments) or [])
+    monkeypatch.setattr(measuring, "_read", lambda _: {})
+    made = measuring.Bench("bundled", quick=True).compare(["sd:k=5"], *options)
+    shown = made.command.split()
+    assert given[: len(shown) - 1] == shown[1:]
+    assert ("--seed" in shown) is seeded
+
+
+def test_a_gain_is_compared_with_the_predicted_one() -> None:
+    from papers import pearl
+    from papers.measuring import FAILS, HOLDS, UNMEASURED
+
+    made = measured(pearl=[[(2, 2)]], sd=[[(2, 2)]])
+    for runs in made.runs.values():
+        runs[0].summary["seconds"] = 1.0
+    verdicts = [pearl._gain(made, "pearl", "sd", gain).verdict for gain in (1.0, 1.2, None)]
+    assert verdicts == [HOLDS, FAILS, UNMEASURED]
 
 
 def test_intervals_are_of_prompts_that_are_drawn_together() -> None:
@@ -104,7 +134,8 @@ def test_every_method_of_the_benchmark_can_be_written_so() -> None:
     specs += [*eesd.FIXED, *eesd.PRINTED, eesd.SVIP, eesd.SELF_SD, eesd.SELF_SD_BETA]
     specs += [f"eesd:{costs.settings}" for costs in eesd.COSTS]
     specs += [mtad.MTAD, mtad.JOINT, *mtad.BASELINES, *mtad.BEAMS, *mtad.TAUS]
-    specs += [pearl.PEARL, *pearl.SEQUENTIAL, *pearl.WITHOUT]
+    specs += [pearl.PEARL, *pearl.SEQUENTIAL]
+    specs += [f"{pearl.PEARL}:window=4:{phase}=false" for phase in pearl.WITHOUT]
     specs += [svip.CONSTANT, svip.SVIP, svip.PRINTED, svip._with_svip("eagle")]
     for spec in specs:
         try:

@@ -272,8 +272,8 @@ def _measured(
         "draft_seconds": model.draft_seconds or None,
         "cost_ratio": None if parallel is None else parallel.ratio,
         "pearl_window": None if parallel is None else parallel.window.size,
-        "pearl_overlap": None,  # two keys of earlier versions, which measured this
-        "pearl_gain_over_sd": None,
+        "pearl_overlap": None,  # nothing measures it
+        "pearl_gain_over_sd": None if parallel is None else parallel.expected_gain,
         "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [expected(acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else expected(kappa),

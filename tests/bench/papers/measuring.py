@@ -45,6 +45,10 @@ class Estimate:
             return HOLDS
         return FAILS if self.low > limit else CLOSE
 
+    def near(self, figure: float) -> str:
+        """Returns the verdict on the claim that `figure` predicts this one."""
+        return HOLDS if self.low <= figure <= self.high else FAILS
+
 
 HOLDS = "holds"
 FAILS = "does not hold"
@@ -127,10 +131,10 @@ class Costs:
     @property
     def speedup(self) -> Quantity:
         """The speedup over plain decoding at these costs, from counts alone."""
-        each = self.draft + self.verify
+        cost = self.draft + self.verify
         return Quantity(
             lambda run: float(run.summary["new_tokens"] - 1),
-            lambda run: sum(1 + each * drafted for drafted, _ in run.drafts),
+            lambda run: sum(1 + cost * drafted for drafted, _ in run.drafts),
         )
 
 
@@ -220,44 +224,63 @@ class Bench:
         tokens: int | None = None,
         repeats: int | None = None,
     ) -> Measured:
-        """Runs `specgen compare` with the methods `specs`. Raises RuntimeError if it fails."""
+        """Runs `specgen compare` with the methods `specs`, with a seed where tokens are drawn.
+        Raises RuntimeError if it fails."""
         sizes = {
             "--limit": self.prompts if prompts is None else prompts,
             "-n": self.tokens if tokens is None else tokens,
             "--repeats": self.repeats if repeats is None else repeats,
         }
-        named = ["-m", ",".join(specs), "--seed", "0"]
+        named = ["-m", ",".join(specs)]
         for option, size in sizes.items():
             named += [option, str(size)]
         named += options if self.is_bundled else ("--chat", *options)
+        if "--temperature" in options:
+            named += ["--seed", "0"]
         shown = shlex.join(["specgen", "compare", *named])
-        given = list(named)
-        if self.target is not None and self.draft is not None:
+        if self.target is not None:
             shown += " -t TARGET -d DRAFT"
-            given += ["-t", str(self.target), "-d", str(self.draft)]
         if self.exit_layer is not None:
             shown += " --exit-layer EXIT"
-            given += ["--exit-layer", str(self.exit_layer)]
         print(f"  {shown[:150]}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.jsonl"
-            lines = _run([*given, "--json", "--quiet", "--trace", str(trace)])
-            return Measured(shown, _read(trace), {line["method"]: line for line in lines})
+            lines = _run("compare", *named, *self._models, "--quiet", "--trace", str(trace))
+            methods = {line["method"]: line for line in lines if line["type"] == "method"}
+            return Measured(shown, _read(trace), methods)
+
+    def passes(self, *options: str) -> dict[str, Any]:
+        """Returns the times of passes, and what follows from them, as `specgen inspect --measure`
+        measures them. Raises RuntimeError if it fails."""
+        print("  specgen inspect --measure", file=sys.stderr, flush=True)
+        line = _run("inspect", "--measure", *self._models, *options)[-1]
+        measured: dict[str, Any] = line["measured"]
+        return measured
+
+    @property
+    def _models(self) -> list[str]:
+        """The options that name the models."""
+        given = []
+        if self.target is not None and self.draft is not None:
+            given += ["-t", str(self.target), "-d", str(self.draft)]
+        if self.exit_layer is not None:
+            given += ["--exit-layer", str(self.exit_layer)]
+        return given
 
 
-def _run(arguments: Sequence[str]) -> list[dict[str, Any]]:
+def _run(command: str, *arguments: str) -> list[dict[str, Any]]:
+    """Runs a command of specgen, and returns its JSON lines."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     done = subprocess.run(
-        [sys.executable, "-m", "specgen", "compare", *arguments],
+        [sys.executable, "-m", "specgen", command, *arguments, "--json"],
         capture_output=True,
         text=True,
         env=environment,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"specgen compare failed ({done.returncode}): {done.stderr.strip()}")
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return [line for line in lines if line["type"] == "method"]
+        raise RuntimeError(f"specgen {command} failed ({done.returncode}): {done.stderr.strip()}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _read(trace: Path) -> dict[str, list[Run]]:

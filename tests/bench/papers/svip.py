@@ -36,16 +36,16 @@ def claims(bench: Bench) -> list[Claim]:
     if bench.is_bundled:
         names += [*_of_heads("glide"), *_of_heads("glide:cape=true"), "eagle", _with_svip("eagle")]
     main = bench.compare(names)
-    found = _table_1(bench, main, "Table 1", ("1.15 to 1.21", "1.03 to 1.21"))
-    found += _figure_5(main)
+    rows = _table_1(bench, main, "Table 1", ("1.15 to 1.21", "1.03 to 1.21"))
+    rows += _figure_5(main)
     sampled = bench.compare([CONSTANT, HEURISTIC, SVIP], "--temperature", "1")
-    found += _table_1(bench, sampled, "Table 5", ("0.99 to 1.57", "1.00 to 1.23"))
+    rows += _table_1(bench, sampled, "Table 5", ("0.99 to 1.57", "1.00 to 1.23"))
     if bench.is_bundled:
-        found += _heads(main)
-        found += _lengths(bench)
-    found += _entropies(bench)
-    found.append(_printed(main))
-    return found
+        rows += _heads(main)
+        rows += _lengths(bench)
+    rows += _entropies(bench)
+    rows.append(_printed(main))
+    return rows
 
 
 def _with_svip(head: str) -> str:
@@ -60,23 +60,23 @@ def _of_heads(head: str) -> Sequence[str]:
 
 def _table_1(bench: Bench, made: Measured, place: str, paper: tuple[str, str]) -> list[Claim]:
     costs = COSTS[bench.pair]
-    found = []
+    rows = []
     for other, figures in zip((CONSTANT, HEURISTIC), paper, strict=True):
         name = "K = 5" if other == CONSTANT else "the heuristic"
         counted = made.ratio(costs.speedup, SVIP, other)
         text = f"SVIP over {name}, where a token costs {costs} target passes: ratio"
-        found.append(Claim(place, text, figures, str(counted), counted.above(), source=made))
+        rows.append(Claim(place, text, figures, str(counted), counted.above(), source=made))
         timed = made.ratio(SPEED, SVIP, other)
         text = f"SVIP is faster than {name}: ratio"
-        found.append(Claim(place, text, figures, str(timed), timed.above(), TIME, made))
+        rows.append(Claim(place, text, figures, str(timed), timed.above(), TIME, made))
     plain = made.ratio(SPEED, SVIP, PLAIN)
     text = "SVIP is faster than plain decoding"
-    found.append(Claim(place, text, "1.02 to 3.48", str(plain), plain.above(), TIME, made))
-    return found
+    rows.append(Claim(place, text, "1.02 to 3.48", str(plain), plain.above(), TIME, made))
+    return rows
 
 
 def _figure_5(made: Measured) -> list[Claim]:
-    found = []
+    rows = []
     for other in (CONSTANT, HEURISTIC):
         rates = [made.of(ACCEPTANCE, spec).value for spec in (SVIP, other)]
         lengths = [made.of(DRAFT_LENGTH, spec).value for spec in (SVIP, other)]
@@ -84,15 +84,15 @@ def _figure_5(made: Measured) -> list[Claim]:
         shorter = made.ratio(DRAFT_LENGTH, SVIP, other)
         text = f"SVIP's drafts against `{other}`: more is accepted: ratio"
         ours = f"{accepted}; {rates[0]:.0%} : {rates[1]:.0%}"
-        found.append(Claim("Figure 5", text, "yes", ours, accepted.above(), source=made))
+        rows.append(Claim("Figure 5", text, "yes", ours, accepted.above(), source=made))
         text = f"SVIP's drafts against `{other}`: shorter: ratio"
         ours = f"{shorter}; {lengths[0]:.1f} : {lengths[1]:.1f} tokens"
-        found.append(Claim("Figure 5", text, "yes", ours, shorter.below(), source=made))
-    return found
+        rows.append(Claim("Figure 5", text, "yes", ours, shorter.below(), source=made))
+    return rows
 
 
 def _heads(made: Measured) -> list[Claim]:
-    found = []
+    rows = []
     for place, head, paper in (
         ("Table 3", "glide", "1.02 to 1.06"),
         ("Table 3", "glide:cape=true", "1.01 to 1.05"),
@@ -102,13 +102,13 @@ def _heads(made: Measured) -> list[Claim]:
         passes = [made.of(TOKENS_A_PASS, spec).value for spec in (_with_svip(head), head)]
         text = f"SVIP makes `{head}` faster: ratio"
         ours = f"{ratio}; {passes[0]:.2f} : {passes[1]:.2f} tokens a pass"
-        found.append(Claim(place, text, paper, ours, ratio.above(), TIME, made))
-    return found
+        rows.append(Claim(place, text, paper, ours, ratio.above(), TIME, made))
+    return rows
 
 
 def _lengths(bench: Bench) -> list[Claim]:
     """Tables 2 and 6: short and long outputs."""
-    found = []
+    rows = []
     costs = COSTS[bench.pair]
     for tokens in (32, 128, 512):
         made = bench.compare(
@@ -117,13 +117,13 @@ def _lengths(bench: Bench) -> list[Claim]:
         ratio = made.ratio(costs.speedup, SVIP, CONSTANT)
         text = f"SVIP over K = 5, {tokens} tokens each, greedy, costs {costs}: ratio"
         paper = "1.24 to 1.46 (Pythia)"
-        found.append(Claim("Table 6", text, paper, str(ratio), ratio.above(), source=made))
-    found.append(
+        rows.append(Claim("Table 6", text, paper, str(ratio), ratio.above(), source=made))
+    rows.append(
         unmeasured(
             "Table 2", "the same up to 8K tokens", "", "the bundled context has 1,024 tokens"
         )
     )
-    return found
+    return rows
 
 
 def _entropies(bench: Bench) -> list[Claim]:
@@ -136,7 +136,7 @@ def _entropies(bench: Bench) -> list[Claim]:
     inside = sum(1.0 <= ratio <= 1.3 for ratio in ratios) / len(ratios)
     bound = sum(overlap >= 1 - math.sqrt(kl / 2) - 1e-4 for _, overlap, kl, _ in tokens)
     estimate = sum(overlap >= 1 - math.sqrt(C * entropy) for entropy, overlap, _, _ in tokens)
-    found = [
+    rows = [
         Claim(
             "Figure 3",
             "H(q,p) / H(q) is mostly between 1.0 and 1.3: share of tokens",
@@ -171,8 +171,8 @@ def _entropies(bench: Bench) -> list[Claim]:
         text = f"high entropy goes with rejection, {name}: correlation with acceptance"
         verdict = HOLDS if value < -0.2 else CLOSE
         ours = f"{value:.2f} over {len(judged):,} tokens"
-        found.append(Claim(place, text, "negative", ours, verdict, source=comparison))
-    return found
+        rows.append(Claim(place, text, "negative", ours, verdict, source=comparison))
+    return rows
 
 
 def _tokens(made: Measured) -> Iterator[tuple[float, float, float, bool | None]]:
