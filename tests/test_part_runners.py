@@ -157,6 +157,15 @@ def test_rows_are_those_of_the_definition(layout: str, options: dict[str, Any]) 
         context.extend([*(draft[node] for node in random_path(rng, parents)), rng.randrange(3, 40)])
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_exit_may_draft_anew_after_the_same_context(joined: bool) -> None:
+    """The states of an earlier draft's tokens are not those of a later one's."""
+    part = Part("exit", depth=1, joined=joined, backend="transformers")
+    context = Context([1, 5, 9, 30, 12])
+    for draft in ([11, 8, 6], [22, 31, 7], [22, 4]):
+        check_rows(part, context, draft)
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
