@@ -63,6 +63,22 @@ def test_a_table_follows_the_answer(invoke: Invoke) -> None:
     assert "likeliest" not in invoke("generate", "-n", "5", "--logprobs", "0", PROMPT)[2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "way_out"),
+    [
+        (("compare", "--logprobs", "2", "--json"), "without --trace. Add --trace FILE.jsonl"),
+        (("generate", "--logprobs", "2", "--prompts", "q.jsonl", "--json"), "Add --trace"),
+        (("generate", "--json-schema", "", "x"), "--json-schema is empty"),
+    ],
+)
+def test_what_would_be_lost_is_refused(
+    arguments: tuple[str, ...], way_out: str, invoke: Invoke
+) -> None:
+    code, out, err = invoke(*arguments)
+    assert (code, out) == (2, "")
+    assert way_out in err
+
+
 def test_traces_of_comparisons_have_them(invoke: Invoke, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     options = ("-n", "6", "--limit", "1", "--repeats", "1", "--logprobs", "1")

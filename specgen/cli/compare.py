@@ -136,7 +136,9 @@ def _config(
     recorded: RecordedComparison | None,
 ) -> BenchmarkConfig:
     """Returns what the options ask to measure: the methods of --methods, else those of the recorded
-    comparison, else the usual ones."""
+    comparison, else the usual ones. Raises SpecgenError for log-probabilities that go nowhere."""
+    if sampling.logprobs is not None and output.trace_path is None:
+        raise SpecgenError("--logprobs is given without --trace", "Add --trace FILE.jsonl")
     if recorded is not None and not asked.methods:
         specs = recorded.specs()
     else:

@@ -19,7 +19,7 @@ from rich.text import Text
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.grammars import Grammar
-from specgen.base.types import LARGEST
+from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
 from specgen.cli.opening import Opening, show_what_decodes
@@ -52,7 +52,7 @@ def generate(
     if params.grammar is not None:
         _check_grammar(params.grammar)
     opening = Opening.of(asked.method, asked.settings, models, params)
-    _check_options(asked, output)
+    _check_options(asked, params, output)
     prompts, prompt = _inputs(asked, output, models)
 
     err = theme.console(stderr=True, no_color=output.no_color)
@@ -211,13 +211,19 @@ def _say_what_decodes(pair: Pair, decoding: Decoding, err: Console) -> None:
     show_what_decodes(pair, decoding.name, decoding.settings, err)
 
 
-def _check_options(asked: GenerateOptions, output: GenerateOutput) -> None:
-    """Raises SpecgenError for a prompt beside --prompts, a record that goes nowhere, and for a
-    system message without --chat or one that is not UTF-8."""
+def _check_options(
+    asked: GenerateOptions, sampling: SamplingParams, output: GenerateOutput
+) -> None:
+    """Raises SpecgenError for a prompt beside --prompts, a record or log-probabilities that go
+    nowhere, and for a system message without --chat or one that is not UTF-8."""
     if output.record is not None and output.trace is None and not output.json:
         raise SpecgenError(
             "--record distributions is given without --trace or --json",
             "Add --trace FILE.jsonl, or --json",
+        )
+    if sampling.logprobs is not None and asked.prompts is not None and output.trace is None:
+        raise SpecgenError(
+            "--logprobs is given with --prompts and without --trace", "Add --trace FILE.jsonl"
         )
     for prompt in (asked.prompt, asked.file):
         if asked.prompts is not None and prompt is not None:

@@ -144,14 +144,15 @@ ROWS: Rows = {
     "json_schema": (
         "SCHEMA",
         "Answer in JSON that matches this schema: a file, or text that begins with {. The answer "
-        "is on one line.",
+        "is on one line. Objects may get further properties, unless the schema has "
+        "additionalProperties: false.",
     ),
     "regex": ("REGEX", "Answer with text that matches this regular expression as a whole."),
     "grammar": ("FILE", "Answer with text of this grammar, in the notation of Lark or GBNF."),
     "logprobs": (
         "N",
         "Add each token's log-probability and those of the N likeliest, of the target's own "
-        "logits, to --json and --trace.",
+        "logits, to the rounds in --trace.",
     ),
     # output
     "json": ("", "Write JSON lines to standard output instead of text."),
@@ -529,6 +530,8 @@ class GenerateSampling(SamplingOptions):
             return None
         if self.json_schema.lstrip().startswith("{"):
             return Grammar("json_schema", self.json_schema)
+        if not self.json_schema.strip():
+            raise SpecgenError("--json-schema is empty", "Give a file, or text that begins with {")
         path = Path(self.json_schema)
         return Grammar("json_schema", read_text(path, "JSON schema", "Check the path"))
 
