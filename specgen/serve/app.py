@@ -97,8 +97,10 @@ class _Service:
     async def chat_page(self, _: Request) -> Response:
         return Response(self._page.html, media_type="text/html", headers=self._page.headers)
 
-    async def docs(self, _: Request) -> Response:
-        return Response(page(self._name), media_type="text/html", headers=_PAGE_HEADERS)
+    async def docs(self, request: Request) -> Response:
+        return Response(
+            page(self._name, str(request.base_url)), media_type="text/html", headers=_PAGE_HEADERS
+        )
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self._model]})

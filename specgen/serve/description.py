@@ -16,10 +16,11 @@ td { vertical-align: top; padding: 0.2rem 1rem 0.2rem 0 }
 """
 
 
-def page(model: str) -> str:
-    """Returns the page. `model` is the model's name."""
+def page(model: str, address: str) -> str:
+    """Returns the page. `model` is the model's name, `address` the server's, with a slash at its
+    end."""
     example = (
-        "curl http://127.0.0.1:8080/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"curl {address}v1/chat/completions -H 'Content-Type: application/json' \\\n"
         '  -d \'{"messages": [{"role": "user", "content": "Hello"}], "stream": true}\''
     )
     return f"""<!DOCTYPE html>

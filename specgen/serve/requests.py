@@ -137,6 +137,7 @@ def _without(problem: str, *neutral: Any) -> Any:
 
 
 _NO_TOOLS = "tools cannot be called here"
+_RESPONSE_FORMAT = "a chat's response_format says what an answer has to match"
 Texts = Annotated[Any, BeforeValidator(_texts)]
 Limit = Annotated[int, Field(ge=1, le=LARGEST)]
 
@@ -151,6 +152,8 @@ class StreamOptions(Body):
 
 class Particular(Body):
     """What is particular to specgen."""
+
+    model_config = ConfigDict(extra="forbid")
 
     rounds: bool = Field(
         default=False, description="also send each round, as specgen's traces have it"
@@ -205,6 +208,15 @@ class Common(Body):
     # known, and not honoured
     logit_bias: _without("tokens cannot be biased here", {}) = None  # type: ignore[valid-type]
     service_tier: _without("there are no tiers here", "auto", "default") = None  # type: ignore[valid-type]
+    # other servers' names: an answer that ignores them would be trusted
+    guided_json: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    guided_regex: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    guided_choice: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    guided_grammar: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    structured_outputs: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    json_schema: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    regex: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
+    grammar: _without(_RESPONSE_FORMAT) = None  # type: ignore[valid-type]
 
     @property
     def limit(self) -> int | None:
@@ -323,6 +335,7 @@ class CompletionRequest(Common):
         description="also give log-probabilities, and those of so many of the likeliest tokens",
     )
     echo: _without("the prompt is not repeated here", False) = None  # type: ignore[valid-type]
+    response_format: _without("only a chat's answer can be given a format") = None  # type: ignore[valid-type]
     suffix: _without("text cannot be inserted here", "") = None  # type: ignore[valid-type]
     best_of: _without("answers are not ranked here: take n", 1) = None  # type: ignore[valid-type]
 
