@@ -109,6 +109,33 @@ def test_the_readmes_method_runs_in_each_command(
     assert specs == ["ar", spec]
 
 
+def test_a_method_that_raises_ends_neither_the_others_nor_in_a_traceback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "raising.py").write_text(
+        "from specgen.methods.model_drafts import ChainMethod\n\n"
+        "class Raises(ChainMethod):\n"
+        "    def start(self, models, request):\n"
+        "        raise ValueError('my bug')\n"
+    )
+    common = ("-n", "4", "--dtype", "float32")
+    code, out, err = run_main(
+        monkeypatch, capfd, "generate", "-m", "raising:Raises", *common, "def f(x):"
+    )
+    assert (code, out) == (1, "")
+    assert "raising:Raises raised ValueError: my bug (" in err
+    assert "raising.py, line 5)" in err
+    assert "Traceback" not in err
+
+    compared = ("--limit", "1", "--repeats", "1", "--json", *common)
+    code, out, err = run_main(monkeypatch, capfd, "compare", "-m", "raising:Raises,svip", *compared)
+    assert code == 1
+    assert "raising:Raises raised ValueError: my bug" in err
+    errors = {line["method"]: line.get("error") for line in parsed(out) if "method" in line}
+    assert "raised ValueError: my bug" in errors.pop("raising:Raises")
+    assert errors == {"ar": None, "svip": None}
+
+
 def test_tune_tries_the_methods_values_and_its_profile_runs_no_module(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,14 +162,25 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             code = _system_error(error)
         except Exception as error:
-            if not is_out_of_memory(error):
+            known = _known_failure(error)
+            if known is None:
                 raise
-            reason = str(error) or "not enough memory"  # Python's own error has no text
-            problem = f"out of memory: {reason.splitlines()[0]}"
-            code = _report(RunError(problem, "Try a smaller model or --dtype bfloat16"))
+            code = _report(known)
         raise typer.Exit(code)
 
     return run
+
+
+def _known_failure(error: Exception) -> RunError | None:
+    """Returns the error to report for lack of memory, and for one that a method from outside has
+    raised; None for any other."""
+    from specgen.methods import failure_outside  # not for --help
+
+    if is_out_of_memory(error):
+        reason = str(error) or "not enough memory"  # Python's own error has no text
+        problem = f"out of memory: {reason.splitlines()[0]}"
+        return RunError(problem, "Try a smaller model or --dtype bfloat16")
+    return failure_outside(error)
 
 
 def _report(error: SpecgenError, *, no_color: bool = False) -> int:

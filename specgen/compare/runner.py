@@ -34,6 +34,7 @@ from specgen.compare.method_specs import REFERENCE, MethodSpec, parse_spec
 from specgen.compare.prompts import ListedPrompt
 from specgen.compare.results import BenchmarkConfig, Results, Run
 from specgen.compare.verdict import judge
+from specgen.methods import failure_outside
 from specgen.methods.base import RESERVED
 from specgen.pair import records
 from specgen.pair.figures import Figures
@@ -344,11 +345,14 @@ class Runner:
         start = time.perf_counter()
         try:
             finished = self._run(spec, self.prompt_ids(prompt), sampling)
-        except (SpecgenError, RuntimeError, MemoryError) as error:
+        except Exception as error:
             if is_out_of_memory(error):
                 error = RunError("out of memory", "Leave this method out, or take a smaller -n")
             if not isinstance(error, SpecgenError):
-                raise
+                own = failure_outside(error)
+                if own is None:
+                    raise
+                error = own
             if spec.written == REFERENCE:
                 if not prompt.previous_turns or isinstance(error, RunError):
                     raise error from None

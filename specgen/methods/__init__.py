@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from specgen.base.errors import SpecgenError, nearest
+from specgen.base.errors import RunError, SpecgenError, nearest
 from specgen.base.settings import Setting, Settings, Value
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
 from specgen.methods import outside
@@ -165,6 +165,18 @@ def given(method: str | type[Method]) -> tuple[Method, Mapping[str, str]]:
         if type(ours) is method:
             return ours, {}
     return _keep(outside.made(method, outside.reference_of(method))), {}
+
+
+def failure_outside(error: BaseException) -> RunError | None:
+    """Returns the error of a method from outside in whose module `error` was raised; None if it was
+    raised in none."""
+    package = __name__.partition(".")[0]
+    others = [
+        method
+        for method in METHODS.values()
+        if type(method).__module__.partition(".")[0] != package
+    ]
+    return outside.failure(error, others)
 
 
 def is_known(name: str) -> bool:

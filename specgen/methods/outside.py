@@ -21,7 +21,7 @@ from inspect import isabstract
 from types import ModuleType
 from typing import Any
 
-from specgen.base.errors import SpecgenError, nearest
+from specgen.base.errors import RunError, SpecgenError, nearest
 from specgen.base.settings import Setting
 from specgen.base.text import one_line
 from specgen.base.types import SamplingParams
@@ -184,6 +184,25 @@ def _failed(module_name: str, error: BaseException) -> SpecgenError:
         f"the import of {module_name} fails with {_in_words(error)}",
         f'Try it: python -c "import {module_name}"',
     )
+
+
+def failure(error: BaseException, methods: Iterable[Method]) -> RunError | None:
+    """Returns the error that names the one of the `methods` in whose module `error` was raised, and
+    the place there; None if it was raised in none of their modules."""
+    names = {type(method).__module__: method.name for method in methods}
+    own = None
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") in names:
+            own = trace
+        trace = trace.tb_next
+    if own is None:
+        return None
+    name = names[own.tb_frame.f_globals["__name__"]]
+    text = one_line(str(error))
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    place = f"{own.tb_frame.f_code.co_filename}, line {own.tb_lineno}"
+    return RunError(f"{name} raised {what} ({place})", "Mend the method, or leave it out")
 
 
 def _in_words(error: BaseException) -> str:

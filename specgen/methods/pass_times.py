@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specgen import decoding
@@ -51,6 +51,7 @@ _FEWEST = 3  # steps that are timed even after the time limit
 _TIME_LIMIT = 2.0  # seconds for all steps
 _ROUGH_STEPS = 5
 _SHORTEST = 1e-9  # seconds; the least time of a pass, also where the clock shows none
+_TIMES = [own.name for own in fields(ParallelCosts)]  # of which each has to be stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class PassTimes:
 
         key = self._key(context_length, sampling, record=record)
         return self._models.measurements.get(
-            PASSES, key, measure, lambda stored: ParallelCosts(**stored)
+            PASSES, key, measure, lambda stored: ParallelCosts(*(stored[name] for name in _TIMES))
         )
 
     def check(self, context_length: int, sampling: SamplingParams, *, record: bool) -> PassCheck:
