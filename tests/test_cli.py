@@ -103,7 +103,7 @@ def test_json_lines_add_up_and_are_the_same_in_the_trace(
         "ignore_eos": True,
     }
     unasked = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-    unasked |= {"repetition_penalty": None, "logprobs": None}
+    unasked |= {"repetition_penalty": None, "logprobs": None, "grammar": None}
     assert lines[0]["sampling"] == given | unasked
     last = lines[-1]
     assert (last["finish_reason"], last["new_tokens"]) == ("length", 40)

