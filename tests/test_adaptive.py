@@ -596,6 +596,7 @@ def test_a_seeded_run_keeps_its_costs_and_others_learn_and_store_them(
     )
     assert len(knowledge(first)._learned) == 2
     timed.costs = DraftingCosts(9.0, 9.0)
+    timed._idle = 0  # no trial is due
     outputs.append(first.generate(PROMPT, "adaptive", seeded))
     assert not lengths(first.generate(PROMPT, "adaptive", free, lookup=False).rounds)[1], (
         "costs hold for all settings"
