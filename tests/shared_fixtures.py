@@ -27,10 +27,9 @@ torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 
 
 @pytest.fixture(autouse=True)
-def passes_overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEARL's passes overlap, however long they take here; `test_costs` has its own times."""
-    if request.module.__name__ != "test_costs":
-        monkeypatch.setattr(ParallelCosts, "overlaps", True)
+def passes_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEARL's passes overlap, however long they take here."""
+    monkeypatch.setattr(ParallelCosts, "overlaps", True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,12 @@ from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
 from specgen.view import pair_report
 
+
+@pytest.fixture(autouse=True)
+def passes_overlap() -> None:
+    """Whether PEARL's passes overlap follows from the times that these tests set."""
+
+
 # seconds: of a target pass, for each of its tokens, of a draft pass
 BASE = 0.0110
 TOKEN = 0.0007

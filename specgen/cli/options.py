@@ -452,7 +452,7 @@ class SamplingOptions:
         return self._params(asdict(self))
 
     def _params(self, values: Mapping[str, Any]) -> SamplingParams:
-        """Returns the values by name as SamplingParams; a limit of None stands for the default."""
+        """Returns SamplingParams with these values, and the default for a limit of None."""
         limit = MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
         try:
             return SamplingParams(**{**values, "max_new_tokens": limit})
@@ -501,8 +501,8 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output and what it has to match.
-    `max_new_tokens` None stands for `MAX_NEW_TOKENS`, in a conversation for no limit."""
+    """The options for sampling, with the texts that end the output and what it has to match. If
+    `max_new_tokens` is None, it is `MAX_NEW_TOKENS`; a conversation then has no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None

@@ -41,13 +41,13 @@ class ForcedDrafter:
     verifies both.
 
     The length policy does not see them: they cost no pass of the draft model, and are never
-    rejected. See `Draft.forced`.
+    rejected. See `Draft.forced`. `is_before`: the drafter takes tokens that its draft follows.
     """
 
     def __init__(self, drafter: Drafter, setup: Setup) -> None:
         self._drafter = drafter
         self._setup = setup
-        self._joins = bool(getattr(drafter, "takes_forced", False))
+        self.is_before = bool(getattr(drafter, "takes_forced", False))
 
     def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """See `Drafter`. At most `limit` tokens with those that have to follow."""
@@ -65,7 +65,7 @@ class ForcedDrafter:
     def _after_forced(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """Returns the other drafter's draft, after the tokens that have to follow the context if it
         takes them."""
-        before = forced_tokens(context, (), limit) if self._joins else []
+        before = forced_tokens(context, (), limit) if self.is_before else []
         if not before:
             return self._drafter.propose(context, policy, limit)
         drafter: Any = self._drafter
@@ -112,16 +112,14 @@ def with_forced_tokens(
         return drafter, None
     if setup.record or isinstance(drafter, LearningDrafter | NoDrafter):
         return drafter, ForcedTokens(verifier)
-    joins = getattr(drafter, "takes_forced", False)
-    return ForcedDrafter(drafter, setup), None if joins else ForcedTokens(verifier)
+    joined = ForcedDrafter(drafter, setup)
+    return joined, None if joined.is_before else ForcedTokens(verifier)
 
 
 def _with_first(draft: Draft, tokens: list[int], probs: torch.Tensor | None) -> Draft:
     """Returns the draft with `tokens` before it, which have the distributions `probs` if its own
     tokens were drawn."""
     count = len(tokens)
-    if not count:
-        return draft
     fields: dict[str, Any] = {}
     if draft.probs is not None and probs is not None:
         fields["probs"] = torch.cat((probs, draft.probs))

@@ -148,16 +148,16 @@ def named(name: str, *, others: Collection[str] = ()) -> Method:
     """
     if outside.is_reference(name) and not outside.is_local(name):
         return _keep(outside.load(name))
-    problem = outside.clash(name) if name in _BUILT_IN or name in ALIASES else None
+    problem = _clash(name)
     if problem is not None:
         raise problem
     return find(name, others=others)
 
 
 def given(method: str | type[Method]) -> tuple[Method, Mapping[str, str]]:
-    """Returns a method that is given by name or as a class, and the settings behind its name, not
-    yet checked. Raises SpecgenError as `named` and `split`, and for a class that is no complete
-    method."""
+    """Returns a method and its settings, which are not checked yet. `method` is a class, or a text
+    such as `svip:threshold=0.4`. Raises SpecgenError as `named` and `split`, and for a class that
+    is no complete method."""
     if not isinstance(method, type):
         name, settings = split(str(method))
         return named(name), settings
@@ -184,6 +184,16 @@ def is_known(name: str) -> bool:
     return name in METHODS or name in ALIASES or name in outside.installed()
 
 
+def _is_ours(name: str) -> bool:
+    return name in _BUILT_IN or name in ALIASES
+
+
+def _clash(name: str) -> SpecgenError | None:
+    """Returns the error to raise where a package offers a method under this name of one of ours;
+    None if none does, and for other names."""
+    return outside.clash(name) if _is_ours(name) else None
+
+
 def _keep(method: Method) -> Method:
     """Returns the method that is known by the name of `method` from now on: itself, unless one of
     the same class is known. Raises SpecgenError if its length policy is unknown."""
@@ -205,7 +215,7 @@ def listed(note: Callable[[str], None]) -> list[Method]:
     used, and why."""
     every = [*OURS]
     for name in outside.installed():
-        problem = outside.clash(name) if name in _BUILT_IN or name in ALIASES else None
+        problem = _clash(name)
         if problem is not None:
             note(str(problem))
             continue
@@ -225,8 +235,7 @@ def split(written: str) -> tuple[str, dict[str, str]]:
     NAME=VALUE.
     """
     name, *pairs = (part.strip() for part in written.strip().split(":"))
-    is_ours = name in _BUILT_IN or name in ALIASES
-    if pairs and outside.is_class_name(pairs[0]) and not is_ours:
+    if pairs and outside.is_class_name(pairs[0]) and not _is_ours(name):
         name = f"{name}:{pairs.pop(0)}"
     settings: dict[str, str] = {}
     for pair in pairs:

@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from specgen.base.errors import RunError, SpecgenError, nearest
@@ -199,24 +199,28 @@ def failure(error: BaseException, methods: Iterable[Method]) -> RunError | None:
     if own is None:
         return None
     name = names[own.tb_frame.f_globals["__name__"]]
-    text = one_line(str(error))
-    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    place = f"{own.tb_frame.f_code.co_filename}, line {own.tb_lineno}"
-    return RunError(f"{name} raised {what} ({place})", "Mend the method, or leave it out")
+    problem = f"{name} raised {_type_and_text(error)} ({_place_of(own)})"
+    return RunError(problem, "Mend the method, or leave it out")
 
 
 def _in_words(error: BaseException) -> str:
     """Returns the type and the text of an error, and the line that raised it."""
-    text = one_line(str(error))
-    words = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, SyntaxError):  # its text names the line
-        return words
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    if trace is None or isinstance(error, SyntaxError):  # its text names the line
+        return _type_and_text(error)
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None:
-        return words
-    return f"{words} ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
+    return f"{_type_and_text(error)} ({_place_of(trace)})"
+
+
+def _type_and_text(error: BaseException) -> str:
+    text = one_line(str(error))
+    kind = type(error).__name__
+    return f"{kind}: {text}" if text else kind
+
+
+def _place_of(trace: TracebackType) -> str:
+    return f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
 
 
 def _is_method(value: object) -> bool:

@@ -103,7 +103,7 @@ def round_line(
 def _scores(
     entries: Sequence[TokenLogProbs], text_of: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
-    """Returns log-probabilities by key; null stands for tokens that the target excludes."""
+    """Returns a round's log-probabilities by key: None for tokens that the target excludes."""
 
     def finite(numbers: Sequence[float]) -> list[float | None]:
         return [number if math.isfinite(number) else None for number in numbers]

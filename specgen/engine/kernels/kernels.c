@@ -1094,6 +1094,10 @@ typedef struct {
     float *output;
 } head_query;
 
+/* Transposing so many elements of a key is as much work as the sum over elements that this spares
+ * one query. */
+#define WORTH_OF_SUM 12
+
 INLINE long at_most(long count, long most) { return count < most ? count : most; }
 
 #if LANES == 16
@@ -1310,10 +1314,9 @@ static int attend(const attention_call *call, long row, long last_row, long kv_h
                                of_row->output + place };
     }
 
-    /* keys are transposed only if this is less work than the sums over elements that it spares */
     const long first_slot = own[0].seen->first * size;
     const long together = rows > 1 && size % (2 * LANES) == 0 ? shared_slots(own, rows) : 0;
-    const long scored = count * 12 >= size ? together : 0;
+    const long scored = count * WORTH_OF_SUM >= size ? together : 0;
     score_together(all, count, own[0].keys + first_slot, scored, size, call->scale,
                    scores + count * padded);
     for (long first = scored; first < longest; first += ATTENDED_SLOTS)

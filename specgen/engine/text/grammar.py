@@ -27,8 +27,8 @@ _SPECIAL = b"\xff"  # what the library takes for the beginning of a special toke
 # Of the library's end-of-sequence token, which no model has: the models' own are allowed where the
 # library allows it.
 _END = _SPECIAL + b"<specgen-end>"
-# JSON as Python and most texts write it, on one line: what follows a value is then often certain,
-# and no model goes on with spaces for ever. A schema's own `x-guidance` may say otherwise.
+# JSON is on one line, as Python writes it: many tokens are then certain, and a model cannot
+# generate spaces without end. A schema can change this with `x-guidance`.
 _JSON = {
     "item_separator": ", ",
     "key_separator": ": ",
