@@ -31,7 +31,7 @@ from specgen.methods.pass_times import PassTimes, time_parallel_passes
 from specgen.pair.pair import Pair
 from specgen.tune import pair_inspection
 from specgen.tune.expected_time import PricedParallelDrafter, PricedTarget, SimulatedClock
-from specgen.tune.round_timing import record_reference
+from specgen.tune.round_timing import record_reference, time_parallel_rounds
 from specgen.tune.simulator import Simulator
 from specgen.view import pair_report
 
@@ -177,6 +177,24 @@ def test_models_take_turns_where_overlapping_is_slower(
     for given_ in ({"window": 3}, {"post_verify": False}):
         named = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY, **given_))
         assert isinstance(named.schedule, Parallel), "what the user names is run as it is"
+
+
+def test_tune_times_and_simulates_pearl_where_models_take_turns(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
+    monkeypatch.setattr(
+        "specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0)
+    )
+    reference = record_reference(near, PROMPTS[0], GREEDY)
+    timed_rounds = time_parallel_rounds(near, reference, GREEDY)
+    assert timed_rounds.draft_cost.at(2, costs.context_length) == 2 * costs.draft_pass
+    assert timed_rounds.verification_cost.at(8, costs.context_length) == costs.target_pass
+
+    simulator = Simulator(near, [reference], GREEDY, {"parallel": timed_rounds})
+    found = simulator.run("pearl", {})
+    assert found.new_tokens == len(reference.token_ids)
+    assert 0 < found.drafted <= costs.length_in_turn * found.rounds
 
 
 def test_costs_follow_a_machine_that_is_slower() -> None:

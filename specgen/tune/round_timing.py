@@ -28,6 +28,7 @@ from specgen.decoding.policy_base import WARM_UP, LengthSweep, Signals
 from specgen.engine.devices import inference, synchronizer
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.translated_runner import TranslatedRunner
+from specgen.methods.pass_times import PassTimes
 from specgen.tune.outcome import Deadline
 
 if TYPE_CHECKING:
@@ -229,15 +230,16 @@ def time_parallel_rounds(
     an overhead per round.
 
     The overhead is the mean time by which rounds of a real run are longer than the longer of their
-    draft and their target pass. Raises SpecgenError if PEARL cannot run with this pair, or drafts
+    draft and their target pass. The run has its window as a setting, so that its passes overlap
+    also where turns are faster. Raises SpecgenError if PEARL cannot run with this pair, or drafts
     nothing.
     """
     request = pair.request(reference.prompt_ids, "pearl", _endless(sampling))
-    run = pair.prepare(request)
+    passes = pair.models.kept(PassTimes).costs(request.typical_length, request.sampling)
+    settings = request.settings.with_value("window", passes.window.size)
+    run = pair.prepare(replace(request, settings=settings))
     late = list[float]()
-    passes = run.costs
     assert isinstance(run.schedule, Parallel)
-    assert passes is not None
     with closing(cast("Generator[Round, None, None]", run.rounds())) as rounds:
         for round_ in islice(rounds, WARM_UP, WARM_UP + PARALLEL_ROUNDS):
             if not round_.draft.tokens:  # the draft model has no room for this context
