@@ -7,20 +7,31 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers import models as families
 from tuning_helpers import outcome
 
 from specgen import demo
 from specgen.base.errors import SpecgenError
+from specgen.base.types import SamplingParams
+from specgen.engine.parts.part import BlockWeights
+from specgen.engine.parts.trained_part import HeadVariant, variant_of
 from specgen.pair.pair import Pair
-from specgen.tune.engines import ENGINES, ExportedHead, ExportedModels
-from specgen.tune.export import export
+from specgen.tune.exports.choice import export
+from specgen.tune.exports.engines import ENGINES
+from specgen.tune.exports.loaded_pair import exported_models
+from specgen.tune.exports.records import BLOCKS, DRAFTERS, ExportedHead, ExportedModels
+from specgen.tune.exports.transformers import WITH_MTP
 from specgen.tune.outcome import Candidate
 
 GOLDEN = Path(__file__).parent / "golden" / "exports.json"
@@ -29,25 +40,47 @@ PLAIN = Candidate("ar", {}, 100.0, 100.0, 1.0)
 TUNED: Any = {found.name: found for found in outcome().methods}
 
 
+HEADS = {
+    "eagle": ExportedHead("a head", "eagle3"),
+    "medusa": ExportedHead("a head", "medusa", 3),
+    "glide": ExportedHead("a head", "glide"),
+    "mtp": ExportedHead(NAMES[0], "mtp"),
+}
+SAMPLED = {"sampling": {"temperature": 0.7, "top_p": 0.9}}
+
+
 class Case(NamedTuple):
-    """What is exported: the tuned methods, the fastest of all, the kind of the EAGLE head, and more
-    arguments."""
+    """What is exported: the tuned methods, the fastest of all, the heads by method, and more
+    arguments of `ExportedModels`."""
 
     tuned: Any
     chosen: str
-    layout: str = "eagle3"
+    heads: Mapping[str, ExportedHead] = MappingProxyType(HEADS)
     more: Mapping[str, Any] = MappingProxyType({})
 
 
 def of(
-    name: str, layout: str = "eagle3", more: dict[str, Any] | None = None, **settings: Any
+    name: str,
+    head: ExportedHead | None = None,
+    more: dict[str, Any] | None = None,
+    *,
+    mean: float | None = None,
+    **settings: Any,
 ) -> Case:
-    return Case({name: Candidate(name, settings, 9.0)}, name, layout, more or {})
+    """The method alone, with a head other than that in `HEADS`; `mean` is the drafts' length."""
+    heads = HEADS if head is None else HEADS | {name: head}
+    tuned = {name: Candidate(name, settings, 9.0, draft_length=mean)}
+    return Case(tuned, name, heads, more or {})
+
+
+def block(kind: str, longest: int = 7) -> ExportedHead:
+    return ExportedHead("a head", kind, longest)
 
 
 CASES = {
     "the fastest is not in the engine": Case(TUNED, "svip"),
     "plain decoding is the fastest": Case(TUNED, "ar"),
+    "plain decoding is the fastest at a temperature": Case(TUNED, "ar", more=SAMPLED),
     "a measured speed counts before an expected one": Case(
         {
             "sd": Candidate("sd", {"k": 3}, 100.0, measured=60.0),
@@ -55,39 +88,81 @@ CASES = {
         },
         "lookup",
     ),
+    "a head that the engine lacks, and a draft model": Case(
+        {
+            "block": Candidate("block", {"k": 5}, 100.0),
+            "sd": Candidate("sd", {"k": 4}, 80.0),
+        },
+        "block",
+        {"block": block("dspark")},
+    ),
     "sd": of("sd", k=3),
+    "sd at a temperature": of("sd", more=SAMPLED, k=3),
     "sd with a foreign, rounded draft": of(
         "sd", more={"tokenizers_differ": True, "draft_dtype": "int8"}, k=3
     ),
+    "sd with a foreign draft at a temperature": of(
+        "sd", more={"tokenizers_differ": True, **SAMPLED}, k=3
+    ),
+    "sd of a target with short convolutions": of("sd", more={"mixers": ["conv"]}, k=3),
+    "sd of a target with recurrent layers": of("sd", more={"mixers": ["delta"]}, k=3),
+    "sd with a PARD model": of("sd", more={"is_pard": True}, k=8),
+    "sd with a PARD model at a temperature": of("sd", more={"is_pard": True, **SAMPLED}, k=8),
     "heuristic": of("heuristic", k=2, max_draft=9),
     "confidence": of("confidence", threshold=0.35, max_draft=9),
     "lookup": of("lookup", more={"tokenizers_differ": True, "draft_dtype": "int8"}, k=6, ngram=2),
     "lookup whose length adapts": of("lookup", ngram=2),
+    "lookup at a temperature": of("lookup", more=SAMPLED, k=6, ngram=2),
     "suffix": of("suffix", min_prob=0.2),
+    "adaptive": of("adaptive", mean=4.4),
+    "adaptive without lookup": of("adaptive", mean=4.4, lookup=False),
+    "adaptive with a PARD model": of("adaptive", more={"is_pard": True}, mean=4.4),
+    "adaptive with MTP layers": of("adaptive", more={"draft": None}, mean=2.4),
+    "mtp": of("mtp", more={"target_type": "qwen3_5"}, k=3),
+    "mtp of another family": of("mtp", more={"target_type": "glm4_moe"}, k=3),
+    "mtp at a temperature": of("mtp", more={"target_type": "glm4_moe", **SAMPLED}, k=3),
+    "a tree of mtp": of("mtp", more={"target_type": "qwen3_next"}, k=3, width=2),
+    "two MTP layers": of(
+        "mtp", ExportedHead(NAMES[0], "mtp", layers=2), {"target_type": "glm4_moe"}, k=5
+    ),
+    "an assistant": of("mtp", ExportedHead("an assistant", "assistant"), k=4),
+    "an assistant at a temperature": of(
+        "mtp", ExportedHead("an assistant", "assistant"), SAMPLED, k=4
+    ),
     "a tree of eagle": of("eagle", width=4, nodes=30, k=6),
-    "a chain of eagle": of("eagle", "eagle", width=1, policy="svip", threshold=0.3),
+    "a tree of eagle at a temperature": of("eagle", more=SAMPLED, width=4, nodes=30, k=6),
+    "a chain of eagle": of(
+        "eagle", ExportedHead("a head", "eagle"), width=1, policy="svip", threshold=0.3
+    ),
+    "a chain of eagle at a temperature": of("eagle", more=SAMPLED, width=1, k=3),
     "eagle with cape": of("eagle", width=1, cape=True, k=2),
-    "eagle without a head": of("eagle", "glide", k=2),
+    "eagle without a head": of("eagle", ExportedHead("a head", "glide"), k=2),
     "medusa": of("medusa", nodes=10, k=3),
     "glide": of("glide", k=3),
+    "dflash": of("block", block("dflash"), k=5),
+    "dflash at a temperature": of("block", block("dflash"), SAMPLED, k=5),
+    "dflash2": of("block", block("dflash2"), k=5),
+    "dflash2, longer than its block": of("block", block("dflash2", 3), k=7),
+    "a tree of dflash": of("block", block("dflash"), nodes=24, k=7),
+    "dspark": of("block", block("dspark", 5), k=7),
+    "dspark at a temperature": of("block", block("dspark"), SAMPLED, policy="adaptive"),
     "GGUF files": of(
         "sd", more={"target_gguf": "/m/a target.gguf", "draft_gguf": "/m/draft.gguf"}, k=3
     ),
     "a GGUF file whose draft is none": of("sd", more={"target_gguf": "/m/target.gguf"}, k=3),
     "a GGUF file alone": of("lookup", more={"target_gguf": "/m/target.gguf"}, k=3, ngram=1),
+    "a GGUF file with MTP layers": of("mtp", more={"target_gguf": "/m/target.gguf"}, k=3),
 }
 
 
 def exported(engine: str) -> dict[str, Any]:
     """What is written for each case: the text and the notes, or the refusal."""
     written: dict[str, Any] = {}
-    for label, (tuned, chosen, layout, more) in CASES.items():
-        heads = {
-            name: ExportedHead("a head", layout if name == "eagle" else name)
-            for name in ("eagle", "medusa", "glide")
-        }
+    for label, (tuned, chosen, heads, more) in CASES.items():
         try:
-            models = ExportedModels(*NAMES, heads, **more)
+            models = ExportedModels(
+                NAMES[0], **{"target_type": "llama", "draft": NAMES[1], "heads": heads, **more}
+            )
             text, notes = export(engine, tuned, chosen, models)
             written[label] = {"text": text, "lost": notes}
         except SpecgenError as error:
@@ -98,6 +173,174 @@ def exported(engine: str) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_exports_are_as_recorded(engine: str) -> None:
     assert exported(engine) == json.loads(GOLDEN.read_text())[engine]
+
+
+def text_of(engine: str, case: Case) -> str:
+    models = ExportedModels(NAMES[0], NAMES[1], case.heads, **case.more)
+    return export(engine, case.tuned, case.chosen, models)[0]
+
+
+def vllm_config(case: Case) -> dict[str, Any]:
+    return dict(json.loads(shlex.split(text_of("vllm", case))[-1]))
+
+
+@pytest.mark.parametrize("label", ["sd", "sd with a PARD model", "dflash", "mtp", "dspark"])
+def test_vllm_draws_drafts_only_in_sampling(label: str) -> None:
+    case = CASES[label]
+    sampled = case._replace(more={**case.more, **SAMPLED})
+    assert "draft_sample_method" not in vllm_config(case)
+    assert vllm_config(sampled)["draft_sample_method"] == "probabilistic"
+
+
+def test_vllm_has_the_likeliest_tokens_of_a_draft_with_another_tokenizer() -> None:
+    """Its configuration refuses drawn ones."""
+    for label in ("sd with a foreign, rounded draft", "sd with a foreign draft at a temperature"):
+        config = vllm_config(CASES[label])
+        assert config["use_heterogeneous_vocab"] is True
+        assert "draft_sample_method" not in config
+
+
+@pytest.mark.parametrize(("length", "stated"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 6)])
+def test_vllm_takes_a_multiple_of_the_number_of_mtp_layers(length: int, stated: int) -> None:
+    case = of("mtp", ExportedHead(NAMES[0], "mtp", layers=2), k=length)
+    assert vllm_config(case)["num_speculative_tokens"] == stated
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "more"),
+    [
+        ("vllm", '"num_speculative_tokens": ', 0),
+        ("sglang", "--speculative-num-draft-tokens ", 1),  # with the last verified token
+        ("tensorrt-llm", "max_draft_len: ", 0),
+        ("llama.cpp", "--spec-draft-n-max ", 0),
+        ("mlx-vlm", "--draft-block-size ", 1),
+        ("lmstudio", "--speculative-draft-max-tokens ", 0),
+        ("ollama", "PARAMETER draft_num_predict ", 0),
+    ],
+)
+def test_each_engine_drafts_as_many_tokens_as_the_block_has(
+    engine: str, option: str, more: int
+) -> None:
+    for length in (3, 6, 7):
+        text = text_of(engine, of("block", block("dflash", 6), k=length))
+        assert f"{option}{min(length, 6) + more}" in text
+
+
+def test_sglang_looks_for_a_chain() -> None:
+    options = shlex.split(text_of("sglang", of("lookup", k=10, ngram=3)))
+    named = dict(zip(options[4::2], options[5::2], strict=True))
+    assert named == {
+        "--speculative-algorithm": "NGRAM",
+        "--speculative-num-draft-tokens": "11",
+        "--speculative-ngram-max-bfs-breadth": "1",
+        "--speculative-ngram-max-trie-depth": "13",
+    }
+
+
+def test_a_match_in_the_text_comes_before_the_draft() -> None:
+    assert "--spec-type ngram-mod,draft-simple " in text_of("llama.cpp", CASES["adaptive"])
+    alone = text_of("llama.cpp", CASES["adaptive without lookup"])
+    assert "--spec-type draft-simple " in alone
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_options_that_are_documented_and_do_not_exist_are_not_written(engine: str) -> None:
+    text = json.dumps(exported(engine))
+    assert "conf-min" not in text
+    assert "assistant_ensemble_weight" not in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_lacks_is_said_and_not_written(engine: str) -> None:
+    """Each drafter alone: the options name it, or are those of plain decoding."""
+    heads = dict.fromkeys(("eagle", "eagle3"), "eagle") | dict.fromkeys(BLOCKS, "block")
+    heads |= {"assistant": "mtp", "medusa": "medusa", "glide": "glide"}
+    plain = ENGINES[engine].write_plain(ExportedModels(NAMES[0]))
+    for drafter, method in heads.items():
+        case = of(method, ExportedHead("a head", drafter, 7))
+        models = ExportedModels(NAMES[0], heads=case.heads)
+        text, notes = export(engine, case.tuned, method, models)
+        is_written = drafter in ENGINES[engine].drafters
+        assert (text != plain) == is_written
+        if not is_written:
+            (note,) = notes
+            assert note.startswith(f"{engine} does not run ")
+            assert DRAFTERS[drafter] in note
+
+
+# The instructions of a Modelfile by Ollama's documents, and DRAFT, which its parser has besides.
+INSTRUCTIONS = "FROM|DRAFT|PARAMETER|TEMPLATE|SYSTEM|ADAPTER|LICENSE|MESSAGE|REQUIRES"
+
+
+def read_modelfile(text: str) -> list[tuple[str, str]]:
+    """Returns the instructions of a Modelfile with their values. One in three quotes may have any
+    characters; else it is the rest of the line, perhaps in quotes."""
+    line = rf'({INSTRUCTIONS}) +("""[\s\S]*?"""|"[^"\n]*"|[^"\s][^\n]*)(?:\n|$)'
+    assert re.fullmatch(f"(?:{line})*", text), text
+    return [(name, value.strip('"')) for name, value in re.findall(line, text)]
+
+
+def test_modelfiles_follow_ollamas_grammar() -> None:
+    for made in exported("ollama").values():
+        read = read_modelfile(made["text"])
+        names = [name for name, _ in read]
+        assert names in (["FROM"], ["FROM", "PARAMETER"], ["FROM", "DRAFT", "PARAMETER"])
+        if names[-1] == "PARAMETER":
+            name, number = read[-1][1].split()
+            assert name == "draft_num_predict"
+            assert int(number) > 0  # 0 switches drafts off
+
+
+@pytest.mark.parametrize("path", ["/m/a target.gguf", ' "target" .gguf', '"target.gguf'])
+def test_any_path_can_stand_in_a_modelfile(path: str) -> None:
+    text = ENGINES["ollama"].write_plain(ExportedModels(NAMES[0], target_gguf=path))
+    (instruction,) = re.findall(r'FROM (?:"""([\s\S]*)"""|([^"\s].*))$', text)
+    assert "".join(instruction) == path
+
+
+def test_the_families_whose_mtp_layers_transformers_runs() -> None:
+    """Those whose config has the number of MTP layers, which `use_mtp` reads."""
+    field = "num_mtp_layers"
+    found = set()
+    for path in Path(families.__file__).parent.glob("*/configuration_*.py"):
+        if field not in path.read_text():
+            continue
+        module = import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for config in vars(module).values():
+            if not isinstance(config, type) or not issubclass(config, PreTrainedConfig):
+                continue
+            text = config.sub_configs.get("text_config", config)
+            if hasattr(text, field) or field in text.attribute_map:
+                found.add(config.model_type)
+    assert not found or found >= set(WITH_MTP)  # earlier versions run none
+
+
+def test_the_models_of_a_pair(demo_pair: Pair) -> None:
+    sampling = SamplingParams(temperature=0.5, top_k=20)
+    models = exported_models(demo_pair, "vllm", ["sd", "eagle", "block"], sampling, "int8")
+    assert (models.target_type, models.mixers) == (demo_pair.target.shape.model_type, [])
+    assert models.sampling == {"temperature": 0.5, "top_k": 20}
+    drafters = {name: head.drafter for name, head in models.heads.items()}
+    assert drafters == {"eagle": "eagle3", "block": "dspark"}
+    part = demo_pair.parts.load("block")
+    assert part is not None
+    assert models.heads["block"].longest == part.load().block_size
+    greedy = exported_models(demo_pair, "vllm", ["sd"], SamplingParams(top_k=20), None)
+    assert greedy.sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("from_anchor", "tensor", "variant"),
+    [
+        (False, "fc.weight", HeadVariant("dflash", 7)),
+        (False, "candidate_selector.hidden_projection.weight", HeadVariant("dflash2", 7)),
+        (True, "fc.weight", HeadVariant("dspark", 8)),
+        (False, "markov_head.markov_w1.weight", HeadVariant("dspark", 7)),
+    ],
+)
+def test_the_kinds_of_block_heads(from_anchor: bool, tensor: str, variant: HeadVariant) -> None:
+    weights = BlockWeights({}, {tensor: torch.zeros(1)}, from_anchor=from_anchor)
+    assert variant_of(weights) == variant
 
 
 @pytest.mark.parametrize("name", ["svip", "adaptive", "pearl", "spectr"])

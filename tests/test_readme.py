@@ -26,7 +26,7 @@ from specgen.pair import profile as profiles
 from specgen.pair import profile_place
 from specgen.pair.pair import Pair
 from specgen.pair.profile_place import ProfileSource
-from specgen.tune.engines import ENGINES
+from specgen.tune.exports.engines import ENGINES
 from specgen.tune.profile import from_outcome
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from specgen.base.grammars import Grammar
 from specgen.base.model_options import Finding, ModelOptions
 from specgen.base.schema import read_text
 from specgen.base.types import SamplingParams
-from specgen.tune.engines import ENGINES
+from specgen.tune.exports.engines import ENGINES
 
 # By field: its names, if they are others than `--the-field`, with the value; and the help text.
 Rows = Mapping[str, tuple[str, str]]

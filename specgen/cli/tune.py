@@ -39,15 +39,13 @@ from specgen.cli.options import (
 from specgen.cli.train import train as run_training
 from specgen.compare.prompts import load_prompts
 from specgen.pair.profile_place import default_folder, profile_key_of
-from specgen.tune import engines
-from specgen.tune import export as exports
+from specgen.tune.exports import choice as exports
 from specgen.tune.outcome import BY_SPEED, Deadline, Objective, TuningRequest
 from specgen.view import pair_report as view
 from specgen.view import theme
 from specgen.view.progress import Progress, TuneProgress
 
 if TYPE_CHECKING:
-    from specgen.engine.loaded_model import LoadedModel
     from specgen.pair.pair import Pair
     from specgen.pair.profile import Profile
     from specgen.tune.outcome import Candidate, TuningOutcome
@@ -136,7 +134,7 @@ def tune_pair(
             pair, others = with_other_drafts(pair, models, opened)
             pair, profile, failure = _tune(pair, others, request, asked, output, begin)
         if asked.export is not None:
-            _export(asked.export, pair, profile, request.names, err, output.quiet)
+            _export(asked.export, pair, profile, request, err, output.quiet)
     if failure is not None:
         raise failure
 
@@ -336,44 +334,17 @@ def _export(
     engine: str,
     pair: Pair,
     profile: Profile,
-    names: Sequence[str] | None,
+    request: TuningRequest,
     err: Console,
     quiet: bool,
 ) -> None:
-    """Prints the options for the engine. `names` are the methods that may be exported, None for
-    all."""
-    heads = {}
-    for kind in filter(None, (methods.find(name).head for name in exports.methods_of(engine))):
-        head = pair.parts.load(kind)
-        if head is not None:
-            name = "eagle3" if head.version == 3 else head.kind
-            heads[str(head.kind)] = engines.ExportedHead(str(head.path), name)
-    draft = pair.draft
-    models = engines.ExportedModels(
-        _exported_name(pair.target, engine),
-        None if draft is None else _exported_name(draft, engine),
-        heads,
-        tokenizers_differ=draft is not None
-        and (draft.translation is not None or draft.refusal is not None),
-        draft_dtype=profile.draft_dtype,
-        target_gguf=_gguf_file(pair.target),
-        draft_gguf=None if draft is None else _gguf_file(draft),
-    )
-    tuned = {
-        name: method for name, method in profile.methods.items() if names is None or name in names
-    }
+    """Prints the options for the engine."""
+    from specgen.tune.exports.loaded_pair import exported_models
+
+    names = profile.methods if request.names is None else request.names
+    tuned = {name: method for name, method in profile.methods.items() if name in names}
+    models = exported_models(pair, engine, tuned, request.sampling, profile.draft_dtype)
     text, notes = exports.export(engine, tuned, profile.chosen.method, models)
     print_result(text)
     for note in notes if not quiet else ():
         err.print(Text(f"note: {note}", "quiet"), soft_wrap=True)
-
-
-def _exported_name(model: LoadedModel, engine: str) -> str:
-    """Returns the name by which the engine loads the model."""
-    if engines.ENGINES[engine].finds_bundled and model.files.source.is_bundled:
-        return str(model.folder)
-    return model.name
-
-
-def _gguf_file(model: LoadedModel) -> str | None:
-    return str(model.folder) if model.folder.is_file() else None

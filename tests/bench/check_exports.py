@@ -1,19 +1,21 @@
 """Checks that the engines accept what `tune --export` writes (`golden/exports.json`). Run by hand,
 with the engines' sources:
 
-    pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 \\
-        llama-cpp-python==0.3.36
-    (unpack each into DIR/vllm, DIR/sglang, DIR/mlx_lm and DIR/llama)
+    pip download --no-deps -d DIR vllm==0.33.0 sglang==0.5.23 mlx-lm==0.32.2 mlx-vlm==0.7.10
+    pip download --no-deps --no-binary :all: -d DIR llama-cpp-python==0.3.36
+    (unpack each into DIR/vllm, DIR/sglang, DIR/mlx_lm, DIR/mlx_vlm and DIR/llama)
     python tests/bench/check_exports.py DIR
 
 It needs a virtual environment with the packages that these sources import (no GPU, no compiled
-parts; for mlx-lm `mlx[cpu]`). TensorRT-LLM (1.3, tensorrt_llm/llmapi/llm_args.py) needs CUDA to be
-imported: its names were compared by reading.
+parts; for the two of MLX `mlx[cpu]`). TensorRT-LLM (1.3, tensorrt_llm/llmapi/llm_args.py) needs
+CUDA to be imported: its names were compared by reading, as were those of LM Studio's `lms load`.
+Modelfiles are checked in `test_export.py`, and programs for transformers run there.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import shlex
@@ -23,16 +25,24 @@ from typing import Any
 
 
 def _vllm(folder: Path, text: str) -> str:
-    config = json.loads(shlex.split(text)[-1])
+    words = shlex.split(text)
+    if "--speculative-config" not in words:
+        return "plain"
+    config = json.loads(words[-1])
     if '"--speculative-config"' not in (folder / "vllm/vllm/engine/arg_utils.py").read_text():
         raise ValueError("there is no --speculative-config")
     sys.path.insert(0, str(folder / "vllm"))
     module = importlib.import_module("vllm.config.speculative")
+    unknown = config.keys() - {field.name for field in dataclasses.fields(module.SpeculativeConfig)}
+    if unknown:
+        raise ValueError(f"SpeculativeConfig has no {unknown}")
     try:
         module.SpeculativeConfig(**config)
     except ImportError as error:  # raised after the fields' checks
         return f"parsed by SpeculativeConfig, which then asks for a package: {error}"
-    except AttributeError:
+    except (AttributeError, ValueError) as error:
+        if not isinstance(error, AttributeError) and "target_model_config" not in str(error):
+            raise
         return "parsed by SpeculativeConfig, up to what needs the loaded target"
     return "parsed by SpeculativeConfig"
 
@@ -43,8 +53,8 @@ def _sglang(folder: Path, text: str) -> str:
     importlib.import_module("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     parsed = parser.parse_args(shlex.split(text)[2:])
     algorithms = importlib.import_module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm
-    algorithms.from_string(parsed.speculative_algorithm)
-    return "parsed by ServerArgs' own options and SpeculativeAlgorithm"
+    found = algorithms.from_string(parsed.speculative_algorithm)
+    return f"parsed by ServerArgs' own options, as {found}"
 
 
 def _mlx(folder: Path, text: str) -> str:
@@ -53,19 +63,39 @@ def _mlx(folder: Path, text: str) -> str:
     return "parsed by mlx_lm.generate's own options"
 
 
+def _mlx_vlm(folder: Path, text: str) -> str:
+    sys.path.insert(0, str(folder / "mlx_vlm"))
+    dispatch = importlib.import_module("mlx_vlm.generate.dispatch")
+    words, sys.argv = sys.argv, shlex.split(text)
+    try:
+        parsed = dispatch.parse_arguments()
+    finally:
+        sys.argv = words
+    drafters = importlib.import_module("mlx_vlm.speculative.drafters")
+    if parsed.draft_kind not in (None, *drafters.KNOWN_DRAFTER_KINDS):
+        raise ValueError(f"there are no drafters of the kind {parsed.draft_kind}")
+    return f"parsed by mlx_vlm.generate's own options, as {parsed.draft_kind}"
+
+
 def _llama_cpp(folder: Path, text: str) -> str:
     source = "".join(path.read_text() for path in sorted(folder.glob("llama/**/common/*.cpp")))
     words = shlex.split(text)
-    named = [word for word in words if word.startswith("-")] + [
-        words[words.index("--spec-type") + 1]
-    ]
+    named = [word for word in words if word.startswith("-")]
+    if "--spec-type" in words:
+        named += words[words.index("--spec-type") + 1].split(",")
     missing = [word for word in named if f'"{word}"' not in source]
     if missing or not source:
         raise ValueError(f"not in common/*.cpp: {missing}")
     return "all names are in common/arg.cpp and common/speculative.cpp"
 
 
-CHECKS = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp, "mlx": _mlx}
+CHECKS = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llama.cpp": _llama_cpp,
+    "mlx": _mlx,
+    "mlx-vlm": _mlx_vlm,
+}
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from specgen.base.part_kinds import HeadKind
 from specgen.base.schema import read
 from specgen.base.text import shown
 from specgen.engine.loaded_model import LoadedModel
+from specgen.engine.parts.block import SUCCESSORS
 from specgen.engine.parts.head_files import MEDUSA_FILE, are_rising, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import (
@@ -38,6 +39,8 @@ from specgen.engine.parts.own_layers import (
 )
 from specgen.engine.parts.part import (
     AssistantWeights,
+    BlockWeights,
+    EagleWeights,
     HeadWeights,
     MedusaWeights,
     MtpWeights,
@@ -51,6 +54,7 @@ _EXIT_COMMENT = (
     "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
 )
 _SAVED_DTYPE = torch.bfloat16
+SELECTOR = "candidate_selector."  # of DFlash2
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +110,27 @@ class HeadDescription:
     format: Literal[1] = 1
 
 
+@dataclass(frozen=True, slots=True)
+class HeadVariant:
+    """What kind of head others call a head: `name`, such as `eagle3` or `dspark`.
+
+    `longest` is the longest draft that it makes in one pass, None if it drafts one token a pass.
+    `layers` is the number of layers of MTP, each of which drafts one token, 1 for other heads.
+    """
+
+    name: str
+    longest: int | None = None
+    layers: int = 1
+
+
 class TrainedPart:
     """A trained part that belongs to `target`. Its description has been read and compared with the
     target, its weights not yet.
 
     Made by `open_part`. `path` is a head's folder, or the file with an exit layer's weights.
     `description` is None for heads that others trained. After `load`, `warning` says that a head
-    may have been made for another target, or is None, and `version` is that of an EAGLE head (1 or
-    3), None for other parts.
+    may have been made for another target, or is None, and `variant` is a head's, None for an exit
+    layer.
     """
 
     def __init__(
@@ -128,7 +145,7 @@ class TrainedPart:
         self.description = description
         self.name = f"the {'exit layer' if kind == 'exit' else 'head'} {path}"
         self.warning: str | None = None
-        self.version: int | None = None
+        self.variant: HeadVariant | None = None
         self._target = target
         self._weights: ExitWeights | HeadWeights | MtpWeights | AssistantWeights | None = None
         if description is not None and description.fingerprint != weights_fingerprint(
@@ -149,11 +166,11 @@ class TrainedPart:
         """
         if self._weights is None:
             described = self.description
-            self._weights = (
-                self._read_exit(described)
-                if isinstance(described, ExitDescription)
-                else self._read_head()
-            )
+            if isinstance(described, ExitDescription):
+                self._weights = self._read_exit(described)
+            else:
+                self._weights = self._read_head()
+                self.variant = variant_of(self._weights)
         return self._weights
 
     def release(self) -> None:
@@ -213,8 +230,30 @@ class TrainedPart:
         if isinstance(self.description, HeadDescription) and isinstance(weights, MedusaWeights):
             weights = replace(weights, rank_accuracies=self.description.rank_accuracies)
         self.warning = files.warning
-        self.version = getattr(weights, "version", None)
         return weights
+
+
+def variant_of(weights: HeadWeights | MtpWeights | AssistantWeights) -> HeadVariant:
+    if isinstance(weights, EagleWeights):
+        return HeadVariant("eagle3" if weights.version == 3 else "eagle")
+    if isinstance(weights, BlockWeights):
+        return _block_variant(weights)
+    if isinstance(weights, MedusaWeights):
+        return HeadVariant("medusa", len(weights.blocks))
+    if isinstance(weights, MtpWeights):
+        return HeadVariant("mtp", layers=weights.architecture.num_layers)
+    return HeadVariant("assistant" if isinstance(weights, AssistantWeights) else "glide")
+
+
+def _block_variant(weights: BlockWeights) -> HeadVariant:
+    """Returns DSpark where rows predict the token after their own or read the token before,
+    DFlash2 where a selector chooses among candidates, DFlash otherwise."""
+    longest = weights.block_size if weights.from_anchor else weights.block_size - 1
+    if any(name.startswith(SELECTOR) for name in weights.tensors):
+        return HeadVariant("dflash2", longest)
+    if weights.from_anchor or SUCCESSORS in weights.tensors:
+        return HeadVariant("dspark", longest)
+    return HeadVariant("dflash", longest)
 
 
 def part_digest(path: Path, *, is_exit: bool) -> str:
