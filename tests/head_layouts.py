@@ -23,7 +23,8 @@ class Sizes:
     reduced vocabulary has.
 
     Without `tables`, a GliDe model has no embedding and LM head of its own. With `own_embedding`,
-    an EAGLE head has an embedding other than the target's.
+    an EAGLE head has an embedding other than the target's. If DFlash2's config `is_flat`, its
+    fields are at the top level.
     """
 
     width: int
@@ -46,6 +47,10 @@ class Sizes:
     fc_norm: bool = False
     norm_output: bool = False
     window: int | None = None
+    block_rows: int = 5
+    taps: int = 2
+    causal: bool | None = None
+    is_flat: bool = False
     scales: tuple[float, float, float] | None = None
     own_embedding: bool = False
     tables: bool = True
@@ -441,6 +446,85 @@ def block_specforge(sizes: Sizes) -> tuple[Config, Tensors]:
     )
 
 
+def dflash2_parts(sizes: Sizes, taps: int) -> Tensors:
+    """The tensors of DFlash2, with groups of 8 channels and a selector of rank 6."""
+    tensors = block_parts(sizes, taps)
+    width = sizes.width
+    for index in range(sizes.head_layers):
+        for name in ("attention_conv", "mlp_conv"):
+            base = 0.3 * torch.randn(2, sizes.taps, width, generator=sizes.generator)
+            base[:, 0] += 1
+            tensors[f"layers.{index}.{name}.base_kernel"] = base
+            tensors[f"layers.{index}.{name}.kernel_projection.weight"] = 0.3 * sizes.random(
+                2 * sizes.taps * width // 8, width
+            )
+    selector = "candidate_selector."
+    tensors[f"{selector}hidden_projection.weight"] = sizes.random(6, width)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        tensors[selector + name] = 2 * sizes.random(sizes.vocab, 6)
+    return tensors
+
+
+def dflash2_fields(sizes: Sizes) -> Config:
+    fields: Config = {"block_size": sizes.block_rows, "mask_token_id": 2}
+    fields |= {"conv_kernel_size": sizes.taps, "conv_group_size": 8}
+    return fields | {"selector_rank": 6, "selector_top_k": 4}
+
+
+def sliding(sizes: Sizes) -> Config:
+    return {
+        "layer_types": ["sliding_attention"] * sizes.head_layers,
+        "sliding_window": sizes.window or 4,
+        "use_sliding_window": True,
+        "max_window_layers": sizes.head_layers,
+    }
+
+
+def block_dflash2(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The layout of DFlash2's authors, whose layers are Qwen3's, all with a sliding window."""
+    sizes.qk_norm = True
+    own = dflash2_fields(sizes) | {"target_layer_ids": [0, 2]}
+    if sizes.scales:
+        own |= zip(
+            ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+            sizes.scales,
+            strict=True,
+        )
+    config = block_config(
+        sizes,
+        architectures=["DFlash2DraftModel"],
+        num_target_layers=4,
+        **sliding(sizes),
+        **(own if sizes.is_flat else {"dflash_config": own}),
+    )
+    if sizes.causal is not None:
+        config["is_causal"] = sizes.causal
+    config["torch_dtype"] = "bfloat16"
+    return config, dflash2_parts(sizes, 2)
+
+
+def block_dflash2_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
+    """The layout of speculators, which also writes the fields of experts that a head lacks."""
+    sizes.qk_norm = True
+    config = {
+        "speculators_model_type": "dflash2",
+        "architectures": ["DFlash2DraftModel"],
+        "draft_vocab_size": sizes.vocab,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": True,
+        "draft_ffn_type": "dense",
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "moe_experts_implementation": "grouped_mm",
+    }
+    layers = block_config(sizes, rope_theta=500000.0, **sliding(sizes))
+    config |= dflash2_fields(sizes) | {"transformer_layer_config": layers}
+    return config, dflash2_parts(sizes, 2)
+
+
 def block_speculators(sizes: Sizes) -> tuple[Config, Tensors]:
     """The layout of speculators and vLLM: layers are named by the hidden states' numbers; with a
     vocabulary of its own."""
@@ -480,6 +564,8 @@ LAYOUTS: Mapping[str, Callable[[Sizes], tuple[Config, Tensors]]] = {
     "block-deepspec": block_deepspec,
     "block-specforge": block_specforge,
     "block-speculators": block_speculators,
+    "block-dflash2": block_dflash2,
+    "block-dflash2-speculators": block_dflash2_speculators,
 }
 
 

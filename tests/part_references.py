@@ -183,6 +183,7 @@ class Part:
         penalties: Callable[[], PenaltyProcessor | None] = lambda: None,
         **sizes: Any,
     ) -> None:
+        self.block_rows: int | None = None  # of a block that is run shorter than trained
         self._rows: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
         self._states: dict[tuple[int, ...], Any] = {}
         self.tensors: dict[str, Tensor] = {}  # of an exit that is joined
@@ -448,13 +449,14 @@ def cache_of_all(module: Any, tokens: Tensor) -> Any:
 
 
 def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
-    """The logits [vocabulary] of a DFlash or DSpark head after `ids` and `path`, by definition.
+    """The logits [vocabulary] of a DFlash, DFlash2 or DSpark head after `ids` and `path`, by
+    definition.
 
     Its layers see the context's fused features, as they are, and the rows of the block: the last
     token and masks.
     """
     weights, layer = part.weights, DecoderReference(part.weights)
-    count = weights.block_size
+    count = part.block_rows or weights.block_size
     known = len(ids) - 1
     states = part.states(ids) if known else [torch.zeros(1, 1, part.module.config.hidden_size)] * 9
     features = torch.cat([states[tap][0, :known] for tap in weights.feature_layers], dim=-1)
@@ -475,21 +477,67 @@ def block(part: Part, ids: list[int], path: list[int]) -> Tensor:
         if slides if weights.causal is None else weights.causal:
             hides |= rows[None] > rows[:, None]
         if slides:
-            hides |= rows[:, None] - rows[None] >= weights.config["sliding_window"]
-        attended = torch.cat((context, layer.norm(hidden, f"layers.{index}.input_layernorm")))
-        hidden = layer.with_mlp(hidden + layer.attention(attended, index, hides)[known:], index)
+            hides |= (rows[:, None] - rows[None]).abs() >= weights.config["sliding_window"]
+        normed = layer.norm(hidden, f"layers.{index}.input_layernorm")
+        entering = convolved(weights, f"layers.{index}.attention_conv", 0, normed, normed)
+        attended = layer.attention(torch.cat((context, entering)), index, hides)[known:]
+        hidden = hidden + convolved(weights, f"layers.{index}.attention_conv", 1, normed, attended)
+        normed = layer.norm(hidden, f"layers.{index}.post_attention_layernorm")
+        entering = convolved(weights, f"layers.{index}.mlp_conv", 0, normed, normed)
+        made = layer.mlp(entering, index)
+        hidden = hidden + convolved(weights, f"layers.{index}.mlp_conv", 1, normed, made)
     state = layer.norm(hidden[len(path) + (not weights.from_anchor)], "norm")
     head = weights.tensors.get("lm_head.weight")
     logits = (module.lm_head.weight if head is None else head) @ state * weights.logit_scale
     if weights.logit_cap is not None:
         logits = weights.logit_cap * torch.tanh(logits / weights.logit_cap)
     logits = part.of_all_tokens(logits)
+    before = [*ids, *path][-1]
     if "markov_head.markov_w1.weight" in weights.tensors:
         first, second = (
             weights.tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2)
         )
-        logits = logits + second @ first[[*ids, *path][-1]]
+        logits = logits + second @ first[before]
+    if "candidate_selector.predecessor_codebook" in weights.tensors:
+        logits = selected(part, logits, state, before)
     return logits
+
+
+def convolved(weights: Any, name: str, side: int, normed: Tensor, x: Tensor) -> Tensor:
+    """DFlash2's convolution `name` on this side of a sublayer with the input `normed`, row by row;
+    `x` itself where a head has none.
+
+    Row i, channel c: the sum over taps t of (base[side, t, c] + delta_i[side, t, c // group])
+    x[i - t, c]. Rows before row 0 are 0.
+    """
+    if f"{name}.base_kernel" not in weights.tensors:
+        return x
+    base = weights.tensors[f"{name}.base_kernel"]
+    delta = normed @ weights.tensors[f"{name}.kernel_projection.weight"].T
+    _, taps, width = base.shape
+    groups = width // weights.conv_group
+    made = torch.zeros_like(x)
+    for row in range(len(x)):
+        for tap in range(min(taps, row + 1)):
+            first = (side * taps + tap) * groups
+            of_channels = delta[row, first : first + groups].repeat_interleave(weights.conv_group)
+            made[row] += (base[side, tap] + of_channels) * x[row - tap]
+    return made
+
+
+def selected(part: Part, logits: Tensor, state: Tensor, before: int) -> Tensor:
+    """The scores of DFlash2's selector for the likeliest tokens after the token `before`; -inf for
+    the others."""
+    tensors = part.weights.tensors
+    own = tensors["candidate_selector.hidden_projection.weight"] @ state
+    predecessor = tensors["candidate_selector.predecessor_codebook"][before]
+    successors = tensors["candidate_selector.successor_codebook"]
+    found = torch.full_like(logits, -torch.inf)
+    for token in sorted(range(len(logits)), key=lambda token: -float(logits[token]))[
+        : part.weights.candidates
+    ]:
+        found[token] = logits[token] + (predecessor * own * successors[token]).sum()
+    return found
 
 
 def cross(
@@ -579,8 +627,11 @@ class DecoderReference:
 
     def with_mlp(self, hidden: Tensor, index: int) -> Tensor:
         inner = self.norm(hidden, f"layers.{index}.post_attention_layernorm")
+        return hidden + self.mlp(inner, index)
+
+    def mlp(self, inner: Tensor, index: int) -> Tensor:
         gate, up, down = (
             self.tensors[f"layers.{index}.mlp.{name}_proj.weight"]
             for name in ("gate", "up", "down")
         )
-        return hidden + (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+        return (functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T

@@ -3,6 +3,7 @@ sampling by enumeration."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -14,18 +15,30 @@ from typing import Any
 import pytest
 import torch
 from families import make_model, model_of
-from runner_checks import path_to
+from head_layouts import write_head
+from part_references import Part
+from runner_checks import CPU, path_to
 
 import specgen
 from specgen import demo, methods
 from specgen.base.errors import SpecgenError
-from specgen.base.types import Context, SamplingParams
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.decoding.drafting import Setup
 from specgen.decoding.marginal_tree import MarginalTreeDrafter
 from specgen.decoding.policy_base import Fixed
+from specgen.decoding.verification import RejectionSampling
 from specgen.engine.block_runner import LONGEST_DRAFT, BlockRunner, PardRunner
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.attention_mask import ChainSlots, chain_mask
+from specgen.engine.native.linear import LinearFactory
+from specgen.engine.parts.block import BlockHeadRunner
+from specgen.engine.parts.candidate_selector import (
+    PREDECESSORS,
+    STATE_PROJECTION,
+    SUCCESSORS,
+    CandidateSelector,
+)
 from specgen.methods.base import DraftModelMethod, PartMethod, drafting_case
 from specgen.methods.drafting_knowledge import DraftingKnowledge
 from specgen.pair.pair import Pair
@@ -37,24 +50,40 @@ THREE = (3, 3)
 
 class RowTable(BlockRunner):
     """Rows that depend on the context's last two tokens; with `markov` also on the token before, as
-    DSpark's."""
+    DSpark's; with `candidates` a selector chooses among so many, as DFlash2's."""
 
-    def __init__(self, case: Case, *, markov: bool = False, draws: bool = False) -> None:
+    def __init__(
+        self, case: Case, *, markov: bool = False, draws: bool = False, candidates: int = 0
+    ) -> None:
         size = case.sizes[1]
         super().__init__(SmallRunner(0, size), 3, None)
-        self.independent = not markov
+        self.independent = not (markov or candidates)
         self.draws = draws
         self._tables = [
             SmallRunner(case.seed + 100 + row, size, zero=case.zero) for row in range(3)
         ]
         self._bias = SmallRunner(case.seed + 200, size).table[0, :, :size] * markov
+        self._selector = random_selector(candidates, size, case.seed) if candidates else None
 
     def rows(self, context: Context, count: int) -> ModelOutput:
         return ModelOutput(torch.stack([table.row(context.ids) for table in self._tables]))
 
     def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
         logits = rows.logits + self._bias[list(tokens)]
+        if self._selector is not None:
+            states = rows.logits.clamp_min(-9)
+            logits = self._selector(torch.tensor(tokens), logits, states)
         return ModelOutput(logits, logits)  # the scripted predictor reads the hidden states
+
+
+def random_selector(candidates: int, size: int, seed: int) -> CandidateSelector:
+    """A selector of rank 2 for `size` tokens, whose states are the rows' logits."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {STATE_PROJECTION: (2, size), PREDECESSORS: (size, 2), SUCCESSORS: (size, 2)}
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    return CandidateSelector(
+        candidates, tensors.__getitem__, LinearFactory(CPU, torch.float32), lambda logits: logits
+    )
 
 
 CASES = [
@@ -71,11 +100,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["likeliest", "drawn", "markov"])
+@pytest.mark.parametrize("kind", ["likeliest", "drawn", "markov", "selected"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sampling_is_lossless(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = RowTable(case, markov=kind == "markov", draws=kind != "likeliest")
+def test_sampling_is_lossless(case: Case, kind: str) -> None:
+    """Selected: one of the likeliest tokens but one, so that q is 0 for some token."""
+    candidates = case.sizes[1] - 1 if kind == "selected" else 0
+    draft = RowTable(
+        case, markov=kind == "markov", draws=kind != "likeliest", candidates=candidates
+    )
     assert distance(case, draft) < ROUNDING
+
+
+def test_a_target_that_draws_as_the_candidates_do_accepts_all() -> None:
+    """What is left of p after q is 0 then: the target draws from p, also after roundings."""
+    case = Case("block", {"k": 2}, 3, THREE)
+    draft = RowTable(case, draws=True, candidates=2)
+    output = draft.logits(Context(PROMPT), [0, 1])
+    probs = output.logits.softmax(-1)
+    verifier = RejectionSampling(SamplingParams(temperature=1.0), CPU, 0)
+    tokens = probs.argmax(-1)[:2].tolist()
+    verdict = verifier.verify(Draft.chain(tokens, probs=probs[:2]), output)
+    assert len(verdict.path) == 2
+    nudged = probs[:1].nextafter(torch.ones(1))  # q is a little more than p wherever p is not 0
+    never = int(probs[0].argmin())
+    rejected = verifier.verify(Draft.chain([never], probs=nudged), output.first(2))
+    assert rejected.path == ()
+    assert rejected.token != never
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +217,112 @@ def test_adaptive_counts_one_pass_a_draft_where_this_pass_drafts_a_block(tmp_pat
     target = str(demo.folder("target"))
     with specgen.load(target, pard_draft(tmp_path / "draft", 0), dtype="float32") as pair:
         assert start_cost(pair, "sd") > 0
+
+
+def random_dflash2(folder: Path, **sizes: Any) -> Path:
+    """A random DFlash2 head for the bundled target."""
+    return write_head(folder, "block-dflash2", demo.folder("target"), causal=False, **sizes)
+
+
+def test_a_dflash2_head_decodes_as_the_target_alone(tmp_path: Path) -> None:
+    """Also in blocks that are shorter than trained, in trees, and beyond the window."""
+    head = random_dflash2(tmp_path / "head", block_rows=6, head_layers=2)
+    sampling = SamplingParams(max_new_tokens=16)
+    prompt = "def f(x):\n    return x\n" * 6
+    with specgen.load(head=str(head), dtype="float32") as pair:
+        plain = pair.generate(prompt, "ar", sampling).token_ids
+        for settings in ({}, {"block_size": 3}, {"nodes": 6}, {"k": 2}, {"policy": "svip"}):
+            found = pair.generate(prompt, "block", sampling, **settings)
+            assert found.token_ids == plain, settings
+        longest = {
+            settings.get("block_size", 6): max(
+                len(round_.draft.tokens)
+                for round_ in pair.rounds(prompt, "block", sampling, k=9, **settings)
+            )
+            for settings in ({}, {"block_size": 3})
+        }
+        assert longest == {6: 5, 3: 2}
+        with pytest.raises(SpecgenError, match="block_size=7: the head's blocks have 6 rows"):
+            pair.generate(prompt, "block", sampling, block_size=7)
+        first, second = (
+            pair.generate(prompt, "block", SamplingParams(temperature=1, seed=seed))
+            for seed in (1, 1)
+        )
+        assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_may_be_run_shorter_than_trained(causal: bool) -> None:
+    """Its rows are those of so many masks, and others than the trained block's where rows see
+    later ones. Both share what they keep of the context."""
+    part = Part("block-dflash2", block_rows=8, head_layers=2, causal=causal)
+    context = Context([1, 5, 6, 7])
+    whole = part.made.draft
+    short = whole.shortened(4)
+    assert (whole.traits.longest_draft, short.traits.longest_draft) == (7, 3)
+    for accepted in ([9], [30, 8, 21], [11]):
+        long_row = whole.logits(context).logits
+        part.block_rows = 4
+        part._rows.clear()
+        short_row = short.logits(context, [9, 10]).logits
+        for index in range(3):
+            expected = part.row(context.ids, [9, 10][:index])
+            torch.testing.assert_close(short_row[index], expected, atol=5e-3, rtol=1e-2)
+        assert torch.allclose(long_row[0], short_row[0], atol=1e-3) == causal
+        part.made.target.logits(context, accepted)
+        context.extend([*accepted, 12])
+
+
+def test_a_round_keeps_the_context_of_accepted_tokens_and_nothing_of_the_block() -> None:
+    """A head that has drafted in each round keeps what one keeps that reads the context at once,
+    up to the tokens of which the target has features."""
+    part = Part("block-dflash2", head_layers=2, causal=False)
+    fresh = Part("block-dflash2", head_layers=2, causal=False)
+    context = Context([1, 5, 6, 7])
+    for draft, accepted in (([9, 10, 11], 2), ([12, 13], 0), ([14, 15, 16], 3)):
+        part.made.draft.logits(context, draft)
+        part.made.target.logits(context, draft)
+        context.extend([*draft[:accepted], 20 + accepted])
+    own, other = (made.draft._pass for made in (part.made, fresh.made))
+    part.made.draft.logits(context)
+    fresh.made.draft.logits(Context(context.ids))
+    known = len(context) - 1
+    assert own._cached.committed == other._cached.committed == known
+    for layer in range(2):
+        for kept, expected in zip(
+            own.cache.keys_and_values(layer, known),
+            other.cache.keys_and_values(layer, known),
+            strict=True,
+        ):
+            torch.testing.assert_close(kept, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_window_of_rows_that_see_both_ways_is_as_wide_before_them_as_behind_them() -> None:
+    """By our own kernels' ranges and by a mask, of the rows 5 to 9 with a window of 3."""
+    expected = [[abs(key - row) < 3 for key in range(10)] for row in range(5, 10)]
+    ranges = ChainSlots(3, causal=False).rows(5, 10).ranges.tolist()
+    assert [[first <= key < last for key in range(10)] for first, last, *_ in ranges] == expected
+    mask = chain_mask(5, 5, 0, 10, CPU).both_ways(3).additive(3, torch.float32)
+    assert (mask == 0).tolist() == expected
+
+
+@pytest.mark.parametrize("left_out", ["selector", "convolutions"])
+def test_a_head_without_a_part_of_dflash2_drafts_otherwise(left_out: str) -> None:
+    """Readers that ignore the selector or the convolutions run, and only draft worse."""
+    part = Part("block-dflash2", causal=False)
+    changes: dict[str, Any] = {"candidates": 0} if left_out == "selector" else {"conv_group": 0}
+    other = BlockHeadRunner(dataclasses.replace(part.weights, **changes), part.model, None, None)
+
+    def walk(runner: Any, context: Context) -> list[int]:
+        tokens: list[int] = []
+        for length in range(4):
+            row = runner.logits(context, tokens, start=length).logits[0]
+            tokens.append(int(row.argmax()))
+        return tokens
+
+    contexts = [Context([1, 5 + start, 6, 7]) for start in range(10)]
+    differing = sum(walk(part.made.draft, each) != walk(other, each) for each in contexts)
+    assert differing >= 8
 
 
 @pytest.mark.parametrize("seed", range(4))

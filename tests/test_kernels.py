@@ -508,6 +508,7 @@ def test_slots_of_a_chain_are_those_up_to_its_tokens(window: int | None, causal:
     for ranges, (first, last) in zip(made, bounds, strict=True):
         tokens = range(first, last)
         earliest = [0 if window is None else max(0, own + 1 - window) for own in tokens]
-        ends = [own + 1 if causal else last for own in tokens]
+        behind = 1 if causal else window or last  # with the token itself
+        ends = [min(own + behind, last) for own in tokens]
         assert ranges.tolist() == [[*seen, 0, 0] for seen in zip(earliest, ends, strict=True)]
         assert ranges.is_contiguous()

@@ -25,6 +25,7 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.parts.part import MedusaWeights
 from specgen.engine.parts.trained_part import HeadDescription, describe_head, open_part, save_head
+from specgen.engine.precision import Precision
 from specgen.engine.weights import weights_fingerprint
 
 WIDTH = 32
@@ -89,6 +90,7 @@ MEDUSA = {
 }
 # the target's own, and maps of vocabularies
 COPIED = ("embed_tokens.weight", "d2t", "t2d", "token_map")
+SCALES = (3.0, 0.5, 20.0)
 # a layout with sizes; what its names become; what its config says
 READ: list[tuple[str, Config, dict[str, str], Config]] = [
     (
@@ -171,6 +173,23 @@ READ: list[tuple[str, Config, dict[str, str], Config]] = [
         {},
         {},
         {"base": 5e5, "feature_layers": (1, 3), "from_anchor": True, "causal": None},
+    ),
+    *(
+        (
+            "block-dflash2",
+            {"head_layers": 2, "block_rows": 8, "causal": False, "scales": SCALES, "is_flat": flat},
+            {},
+            {"block_size": 8, "feature_layers": (1, 3), "from_anchor": False, "causal": False}
+            | {"mask_id": 2, "conv_group": 8, "candidates": 4}
+            | {"embedding_scale": 3.0, "logit_scale": 0.5, "logit_cap": 20.0},
+        )
+        for flat in (False, True)
+    ),
+    (
+        "block-dflash2-speculators",
+        {},
+        {},
+        {"base": 5e5, "block_size": 5, "causal": False, "conv_group": 8, "candidates": 4},
     ),
 ]
 
@@ -404,6 +423,7 @@ def without(*names: str) -> Callable[[Tensors], Any]:
 ONES = torch.ones(WIDTH)
 NAN = torch.full((40, WIDTH), float("nan"))
 UP = "layers.0.mlp.up_proj.weight"
+CODEBOOK = "candidate_selector.predecessor_codebook"
 CROSS = "model.layers.0.cross_attn.q_proj.weight"
 OTHERS = put(**{f"{head}.1.weight": torch.ones(99, WIDTH) for head in range(3)})
 EVIL = put(**{"\x1b]0;evil\x07\n\u202e": ONES})
@@ -512,6 +532,49 @@ MISTAKES: list[tuple[str, Callable[[Tensors], Any], Config, str]] = [
     ("block-deepspec", put(), {"model_type": "gemma4_text"}, "model_type = 'gemma4_text'"),
     ("block-deepspec", put(), {"target_layer_ids": [1, 9]}, "target_layer_ids = [1, 9]"),
     ("block-deepspec", put(), {"mask_token_id": 999}, "mask_token_id = 999"),
+    (
+        "block-zlab",
+        put(),
+        {"architectures": ["LiLiCorrDraftModel"]},
+        "it is a head of LiLiCorr, which specgen does not run",
+    ),
+    ("block-zlab", put(), {"dflash_config": {"lilicorr_enabled": True}}, "a head of LiLiCorr, "),
+    ("block-zlab", put(), {"architectures": ["Qwen3XPressModel"]}, "a head of XPress, "),
+    ("block-dflash2", put(), {"xpress_topc": 512}, "a head of XPress, "),
+    ("block-specforge", put(), {"dflash_config": {"projector_type": "domino"}}, "head of Domino, "),
+    ("block-zlab", put(), {"projector_type": "weaver"}, "projector_type = 'weaver'"),
+    ("block-zlab", put(), {"model_type": "laguna"}, "a head of Laguna's variant of DFlash, "),
+    ("block-zlab", put(), {"uno_mask_token_id": 7}, "a head of UNO, "),
+    ("block-dflash2", without(CODEBOOK), {}, f"lacks 1 of its tensors (the first: {CODEBOOK})"),
+    (
+        "block-dflash2",
+        lambda raw: raw.update({f"{CODEBOOK}.weight": raw.pop(CODEBOOK)}),
+        {},
+        f"lacks 1 of its tensors (the first: {CODEBOOK})",
+    ),
+    (
+        "block-dflash2",
+        lambda raw: raw.update({name: each.half() for name, each in raw.items()}),
+        {},
+        "its weights are stored in float16, in which DFlash2's activations overflow",
+    ),
+    ("block-dflash2-speculators", put(), {"selector_rank": None}, "selector_top_k without sel"),
+    ("block-dflash2-speculators", put(), {"selector_top_k": None}, "selector_rank without sel"),
+    ("block-dflash2-speculators", put(), {"conv_group_size": None}, "kernel_size without conv_gr"),
+    ("block-dflash2-speculators", put(), {"conv_kernel_size": None}, "group_size without conv_ke"),
+    (
+        "block-dflash2-speculators",
+        put(),
+        {"selector_rank": None, "selector_top_k": None},
+        "its config.json lacks selector_rank and selector_top_k",
+    ),
+    ("block-dflash2-speculators", put(), {"sample_from_anchor": True}, "sample_from_anchor = True"),
+    ("block-dflash2-speculators", put(), {"draft_ffn_type": "moe"}, "draft_ffn_type = 'moe'"),
+    ("block-dflash2-speculators", put(), {"draft_ffn_type": None}, "num_experts = 256"),
+    ("block-dflash2-speculators", put(), {"selector_top_k": 999}, "selector_top_k = 999"),
+    ("block-dflash2-speculators", put(), {"conv_group_size": 7}, "conv_group_size = 7"),
+    ("block-dflash2", put(), {"runtime_block_size": 8}, "runtime_block_size = 8"),
+    ("block-dflash2", put(), {"attention_sink_bias": True}, "attention_sink_bias = True"),
     ("medusa-v0.1", without("1.0.linear.weight"), {}, "the first: blocks.1.layers.0.weight"),
     ("medusa-v0.1", OTHERS, {}, "0.1.weight is for a vocabulary of 99, "),
     (
@@ -536,6 +599,39 @@ def test_a_mistake_is_named_in_one_line(
 ) -> None:
     folder = change_head(write_head(tmp_path, layout, target.folder), tensors, **config)
     assert message in refusal(folder, target)
+
+
+def test_what_stands_beside_a_head_may_refuse_it(target: LoadedModel, tmp_path: Path) -> None:
+    """A mask's embedding in a pickle, which is not read, and a target that runs in float16."""
+    folder = write_head(tmp_path / "head", "block-dflash2", target.folder)
+    load(folder, target)
+    in_half = LoadedModel(target.files, Precision(torch.float16), [torch.device("cpu")])
+    assert "runs in float16, in which DFlash2's activations overflow" in refusal(folder, in_half)
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    assert "has its mask's embedding in mask_embedding.pt, a pickle" in refusal(folder, target)
+
+
+def test_an_adapter_of_a_target_is_no_head(target: LoadedModel, tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(4, WIDTH)}, tmp_path / "adapter_model.safetensors")
+    assert "it is an adapter of a target (as UNO has)" in refusal(tmp_path, target)
+
+
+@pytest.mark.parametrize("layout", ["block-zlab", "block-dflash2"])
+def test_a_field_of_a_block_head_may_stand_in_either_place_and_the_nested_one_counts(
+    target: LoadedModel, tmp_path: Path, layout: str
+) -> None:
+    folder = write_head(tmp_path / "head", layout, target.folder, causal=False)
+    config = json.loads((folder / "config.json").read_text())
+    nested = {**config["dflash_config"], "block_size": 8, "causal": False}
+    change_head(folder, block_size=12, is_causal=None, dflash_config=nested)
+    assert load(folder, target).block_size == 8
+    assert load(folder, target).causal is False
+    del nested["block_size"], nested["causal"]
+    change_head(folder, dflash_config=nested)
+    assert (load(folder, target).block_size, load(folder, target).causal) == (12, None)
+    change_head(folder, block_size=None)
+    assert load(folder, target).block_size == 16
 
 
 def test_damaged_files_are_refused(target: LoadedModel, tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ KINDS = {
     "medusa": Kind(partial(head, "medusa-v0.1", 3)),
     "block": Kind(partial(head, "block-zlab", 4, head_layers=2, qk_norm=True)),
     "block with a Markov head": Kind(partial(head, "block-deepspec", 4)),
+    "block with a selector": Kind(partial(head, "block-dflash2", 4, head_layers=2, causal=False)),
     "pard": Kind(partial(pard, "qwen3")),
     "translated": Kind(translated),
     "placed": Kind(partial(placed, "gemma3_text"), partial(native, "gemma3_text", 0)),

@@ -1,9 +1,10 @@
-"""Block drafters: a head of some layers drafts a block of tokens in one pass (DFlash, DSpark).
-Imports no torch."""
+"""Block drafters: a head of some layers drafts a block of tokens in one pass (DFlash, DFlash2,
+DSpark). Imports no torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from specgen import decoding
 from specgen.base.settings import Setting
@@ -14,6 +15,7 @@ from specgen.methods.model_drafts import ADAPTIVE_GRID, HEAD, SVIP_GRID
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.run import Run
+    from specgen.engine.parts.block import BlockHeadRunner
     from specgen.methods.base import Request
     from specgen.models.models import Models
 
@@ -26,13 +28,16 @@ class Block(PartMethod):
     depends on the token before."""
 
     name = "block"
-    paper = "DFlash, DSpark, 2026"
+    paper = "DFlash, DFlash2, DSpark, 2026"
     needs = "block"
     policy = "fixed"
     any_policy = True
     signals = MODEL_SIGNALS
     settings: ClassVar = {
         "nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024),
+        "block_size": Setting(
+            0, "rows of the head's pass, fewer than in its training; 0: as trained", 0, 256
+        ),
         **HEAD,
     }
     defaults: ClassVar = {"fixed": {"k": 7}}
@@ -43,6 +48,10 @@ class Block(PartMethod):
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)
+        block_size = int(request.settings.values["block_size"])
+        if block_size:
+            head = cast("BlockHeadRunner", setup.draft)
+            setup = replace(setup, draft=head.shortened(block_size))
         nodes = int(request.settings.values["nodes"])
         drafter: Drafter
         if nodes == 0:

@@ -113,7 +113,7 @@ class LayerKind:
     `window` + 1 to p. None: it sees all keys up to p. `rotary` is a key of `Architecture.rotary`;
     None: the layer has no rotary embedding. `mixer` is how the layer mixes tokens, and `mlp` the
     kind of its MLP. Not `causal`: in a chain, the tokens of one pass see each other whatever their
-    order is (block drafters).
+    order is (block drafters), in a `window` up to position p + `window` - 1.
 
     `kv_heads`, `head_size` and `inner` (the width of the MLP) are the layer's sizes; None: those of
     the `Architecture`. `owner` is the index of the earlier layer whose keys and values the layer

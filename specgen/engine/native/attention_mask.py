@@ -26,6 +26,12 @@ class AttentionMask(NamedTuple):
     positions: torch.Tensor
     key_positions: torch.Tensor
 
+    def both_ways(self, window: int) -> AttentionMask:
+        """Returns the mask of tokens that see all keys less than `window` positions behind them,
+        and before `additive` also all keys before them."""
+        behind = self.key_positions[..., None, :] - self.positions[..., :, None]
+        return self._replace(excluded=behind >= window)
+
     def additive(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
         """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's
         lowest finite number elsewhere.
@@ -93,7 +99,8 @@ def ancestry(forward_pass: ForwardPass) -> Ancestry:
 
 class ChainSlots:
     """The slots that the tokens of chains see: those up to their own, or without `causal` up to the
-    pass's last token's, in a sliding `window` the last ones before them (None: no window).
+    pass's last token's, in a sliding `window` those that are less than so many before them, or
+    without `causal` also behind them (None: no window).
 
     They are kept for all positions so far: making them anew takes seven times as long.
     """
@@ -110,7 +117,10 @@ class ChainSlots:
         ranges = self._ranges[first:last]
         if not self._is_causal:
             ranges = ranges.clone()
-            ranges[:, 1] = last
+            if self._window is None:
+                ranges[:, 1] = last
+            else:
+                ranges[:, 1].add_(self._window - 1).clamp_(max=last)
         return SeenSlots(ranges, _NO_SLOTS)
 
     def _made(self, length: int) -> torch.Tensor:

@@ -289,8 +289,8 @@ class InputMaker:
                 mask = CAUSAL
             else:
                 attention_mask = chain_mask(first, rows, start, end, device)
-                if not kind.causal:
-                    attention_mask.excluded.zero_()
+                if not kind.causal and kind.window is not None:
+                    attention_mask = attention_mask.both_ways(kind.window)
                 mask = attention_mask.additive(
                     kind.window, self._dtype, group if rows < WIDE else 1
                 )

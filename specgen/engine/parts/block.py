@@ -1,20 +1,24 @@
-"""Block heads: DFlash (Chen et al. 2026, arXiv 2602.06036) and DSpark (arXiv 2607.05147), which
-draft a block in one pass.
+"""Block heads: DFlash (Chen et al. 2026, arXiv 2602.06036), DFlash2 and DSpark (arXiv 2607.05147),
+which draft a block in one pass.
 
 The head's layers attend to the context by keys and values that are computed from the target's
 hidden states (features) alone, and depend on nothing else: they are computed once for each token,
 and kept. The block is the context's last token, of which the target has no features yet, and mask
-tokens behind it. Its own keys and values are dropped after each pass.
+tokens behind it. Its own keys and values are dropped after each pass. DFlash2's convolutions run
+over the rows of the block alone, so that they keep nothing either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import copy
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.block_runner import BlockRunner
 from specgen.engine.devices import upload
@@ -23,13 +27,15 @@ from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attend import attend_batch
 from specgen.engine.native.attention import Attention, AttentionWeights
+from specgen.engine.native.convolved import ConvolvedBranch, DynamicConvolution
 from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
-from specgen.engine.native.layer import NativeLayer
+from specgen.engine.native.layer import Branch, NativeLayer
 from specgen.engine.native.layer_files import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    layer_files,
     read_layer,
 )
 from specgen.engine.native.layer_stack import LayerStack
@@ -37,6 +43,7 @@ from specgen.engine.native.linear import MakeLinear
 from specgen.engine.native.native_model import final_logits
 from specgen.engine.native.norms import Norm, output_norm, rms_norm
 from specgen.engine.native.rotary import rotate
+from specgen.engine.parts.candidate_selector import CandidateSelector
 from specgen.engine.parts.eagle import FC
 from specgen.engine.parts.part import (
     BlockWeights,
@@ -47,12 +54,15 @@ from specgen.engine.parts.part import (
     part_weight,
 )
 from specgen.engine.penalties import PenaltyProcessor
+from specgen.engine.weights import Take
 
 CONTEXT_NORM = "hidden_norm.weight"
 SUCCESSORS = "markov_head.markov_w1.weight"  # a row for each token: what it says about the next one
 SUCCESSOR_HEAD = "markov_head.markov_w2.weight"
 CONFIDENCE = "confidence_head.proj.weight"
 CONFIDENCE_BIAS = "confidence_head.proj.bias"
+# of a layer's convolutions around its attention and its MLP
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
 class ContextAttention(Attention):
@@ -121,6 +131,8 @@ class BlockLayers:
         self.layers = native_layers(
             architecture, kinds, take, dtype, make_linear, norm_gain, make_layer=make_layer
         )
+        if weights.conv_group:
+            self._convolve(weights, take, dtype, make_linear, norm_gain)
         self._stack = LayerStack(self.layers)
         # of the rows of keys, then of values
         first = architecture.num_heads * architecture.head_size
@@ -137,6 +149,36 @@ class BlockLayers:
             mixer.qk_norm[architecture.num_heads :] for mixer in plain if mixer.qk_norm is not None
         ]
         self._key_norm = torch.stack(norms).to(dtype) if norms else None
+
+    def _convolve(
+        self,
+        weights: BlockWeights,
+        take: Take,
+        dtype: torch.dtype,
+        make_linear: MakeLinear,
+        norm_gain: float,
+    ) -> None:
+        """Puts the head's convolutions around the branches of its layers."""
+        architecture = weights.architecture
+        are_folded = make_linear.kernels is None  # the weights of norms, into what reads them
+
+        def convolved(index: int, name: str, branch: Branch, norm: str) -> ConvolvedBranch:
+            prefix = f"layers.{index}.{name}."
+            projection = take(f"{prefix}kernel_projection.weight")
+            if are_folded:
+                gain = take(norm).float() * norm_gain
+                projection = (projection.float() * gain).to(dtype)
+            base = take(f"{prefix}base_kernel").to(dtype)
+            convolution = DynamicConvolution(base, projection, weights.conv_group, make_linear)
+            return ConvolvedBranch(branch, convolution, architecture.residual_scale)
+
+        for index, layer in enumerate(self.layers):
+            files = layer_files(architecture, index)
+            assert files.attention_norm is not None
+            assert files.mlp_norm is not None
+            attention, mlp = CONVOLUTIONS
+            layer.mixer = convolved(index, attention, layer.mixer, files.attention_norm.name)
+            layer.mlp = convolved(index, mlp, layer.mlp, files.mlp_norm.name)
 
     def reduced(self, features: Tensor) -> Tensor:
         """Returns what keys and values are computed from, [n, width], for a target's features [n,
@@ -187,7 +229,7 @@ class BlockPass(DecoderRunner):
     ) -> None:
         super().__init__(weights, model, self._run)
         self.layers = BlockLayers(weights, self.device, model.dtype, self.make_linear, self.gain)
-        self._masks = [weights.mask_id] * (weights.block_size - 1)
+        self._mask = weights.mask_id
         # of `embed`
         scale = (
             1.0 if EMBEDDING in weights.tensors else getattr(model.shape, "embedding_scale", 1.0)
@@ -201,14 +243,16 @@ class BlockPass(DecoderRunner):
         # of a part of a long prompt
         self._no_rows = torch.empty(0, 0, dtype=model.dtype, device=self.device)
 
-    def states(self, context: Context) -> Tensor:
-        """Returns the inputs [block size, width] of the LM head for the block after the context."""
+    def states(self, context: Context, rows: int) -> Tensor:
+        """Returns the inputs [`rows`, width] of the LM head for a block of so many rows after the
+        context."""
         self._whole = context
         known = Context(context.ids[:-1])
         known.prompt_length = min(context.prompt_length, len(known))
+        block = [context.ids[-1], *[self._mask] * (rows - 1)]
         # drops the last block, also the tokens of it that were accepted
         self._cached.truncate(self._cached.committed)
-        output = self.logits(known, [context.ids[-1], *self._masks], start=1)
+        output = self.logits(known, block, start=1)
         assert output.hidden_states is not None
         return output.hidden_states
 
@@ -253,12 +297,14 @@ class BlockPass(DecoderRunner):
 
 class BlockHeadRunner(BlockRunner):
     """Drafts with the head of `BlockPass`; a Markov head adds what the token before says about the
-    next one (DSpark).
+    next one (DSpark), or a selector chooses by it among the likeliest tokens (DFlash2).
 
     Row k is U_k + W2 W1[x]: U_k are the LM head's logits for row k of the block, x is the token
     before, the context's last one or a drafted one. The output's `hidden_states` are [h_k; W1[x]],
     where h_k is the LM head's input; from them `Confidence` predicts acceptance. Without a Markov
-    head, they are U_k and h_k alone.
+    head, they are U_k and h_k alone. With a selector, row k has its scores (see
+    `CandidateSelector`), and -inf for tokens that are no candidates, so that drafts are drawn from,
+    and judged by, a distribution over the candidates alone.
     """
 
     def __init__(
@@ -270,11 +316,12 @@ class BlockHeadRunner(BlockRunner):
     ) -> None:
         self._pass = BlockPass(weights, model, target_penalties)
         self._first = 0 if weights.from_anchor else 1
-        super().__init__(self._pass, weights.block_size - self._first, penalties)
+        self._rows = weights.block_size
+        super().__init__(self._pass, weights.drafts, penalties)
         self.target = self._pass.target
         self._model = model
         self._architecture = weights.architecture
-        self._lm_head = self._successors = self._successor_head = None
+        self._lm_head = self._successors = self._successor_head = self._selector = None
 
         def take(name: str) -> Tensor:
             return part_weight(
@@ -286,6 +333,14 @@ class BlockHeadRunner(BlockRunner):
         if SUCCESSORS in weights.tensors:
             self._successors = take(SUCCESSORS)
             self._successor_head = self._pass.make_linear(take(SUCCESSOR_HEAD))
+        if weights.candidates:
+            self._selector = CandidateSelector(
+                weights.candidates,
+                take,
+                self._pass.make_linear,
+                partial(final_logits, weights.architecture),
+            )
+        if self._successors is not None or self._selector is not None:
             self.independent = False
             self.draws = True
         self._vocabulary = (
@@ -297,23 +352,49 @@ class BlockHeadRunner(BlockRunner):
         context: Context,
         count: int,
     ) -> ModelOutput:
-        states = self._pass.states(context)[self._first :]
+        states = self._pass.states(context, self._rows)[self._first :]
         logits = (
             self._model.head_logits(states, is_raw=True)
             if self._lm_head is None
             else self._lm_head(states)
         )
-        return ModelOutput(final_logits(self._architecture, logits), states)
+        if self._selector is None:
+            logits = final_logits(self._architecture, logits)
+        return ModelOutput(logits, states)
 
     def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
         logits, states, *_ = rows
         assert states is not None
-        if self._successors is not None and self._successor_head is not None:
-            before = upload(torch.tensor(tokens), self.device)
-            rank = self._successors.index_select(0, before).to(logits.dtype)
-            logits = logits + self._successor_head(rank)
-            states = torch.cat((states, rank), dim=-1)
+        if self.independent:
+            return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), states)
+        before = upload(torch.tensor(tokens), self.device)
+        if self._selector is not None:
+            return ModelOutput(self._selector(before, logits, states), states)
+        assert self._successors is not None
+        assert self._successor_head is not None
+        rank = self._successors.index_select(0, before).to(logits.dtype)
+        logits = logits + self._successor_head(rank)
+        states = torch.cat((states, rank), dim=-1)
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), states)
+
+    def shortened(self, block_size: int) -> Self:
+        """Returns a runner of the same head, with the same caches, whose blocks have `block_size`
+        rows. Where rows see later ones, their logits are then others.
+
+        Raises SpecgenError if the head's blocks have fewer rows, or if none would draft.
+        """
+        least = self._first + 1
+        if not least <= block_size <= self._rows:
+            raise SpecgenError(
+                f"block_size={block_size}: the head's blocks have {self._rows} rows",
+                f"Give {least} to {self._rows}",
+            )
+        made = copy(self)
+        made._rows = block_size
+        made.longest_draft = block_size - self._first
+        made._computed = None
+        made._deepest = made.longest_draft
+        return made
 
     def reserve(self, capacity: int) -> None:
         self._pass.reserve(capacity + self.longest_draft)

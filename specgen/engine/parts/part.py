@@ -116,8 +116,8 @@ class GlideWeights(DecoderWeights):
 
 @dataclass(frozen=True)
 class BlockWeights(DecoderWeights):
-    """A head of DFlash (Chen et al. 2026, arXiv 2602.06036) or DSpark (arXiv 2607.05147), which
-    drafts a block in one pass.
+    """A head of DFlash (Chen et al. 2026, arXiv 2602.06036), DFlash2 or DSpark (arXiv 2607.05147),
+    which drafts a block in one pass.
 
     `tensors` also has `fc.weight` [width, taps * target width] and `hidden_norm.weight` for the
     target's hidden states that `feature_layers` name (as in `EagleWeights`), and `norm.weight`.
@@ -132,6 +132,13 @@ class BlockWeights(DecoderWeights):
     DSpark's Markov head is `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight`
     [vocabulary, rank]; its prediction of acceptance is `confidence_head.proj.weight` [1, width or
     width + rank] and `confidence_head.proj.bias` [1].
+
+    DFlash2's convolutions are, for each layer i and each of `attention_conv` and `mlp_conv`,
+    `layers.i.attention_conv.base_kernel` [2, taps, width] and
+    `layers.i.attention_conv.kernel_projection.weight` [2 * taps * groups, width]; `conv_group` is
+    the number of channels in a group (0: there are no convolutions). Its selector chooses among the
+    `candidates` likeliest tokens of a row (0: there is none): see
+    `candidate_selector.CandidateSelector`.
     """
 
     block_size: int = 8
@@ -143,6 +150,13 @@ class BlockWeights(DecoderWeights):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    conv_group: int = 0
+    candidates: int = 0
+
+    @property
+    def drafts(self) -> int:
+        """The number of tokens that a whole block drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
 
     @cached_property
     def architecture(self) -> Architecture:

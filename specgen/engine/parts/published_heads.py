@@ -4,8 +4,8 @@ Medusa: the authors' v0.1, v1.0 and "version 2", and vLLM's. EAGLE-1 and 2: the 
 of a Llama), SGLang's (the same under another architecture), vLLM's first (the Llama's config under
 `model`) and the early one of speculators (`fusion_fc`, `transformer`). EAGLE-3 and 3.1: the one of
 the authors, SpecForge and SGLang (`midlayer`), and the one of speculators and vLLM (`layers.0`,
-`transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer. DFlash
-and DSpark are in `block_layouts`, assistants of Gemma 4 in `mtp`.
+`transformer_layer_config`). GliDe: the authors', a Llama with cross-attention in each layer.
+DFlash, DFlash2 and DSpark are in `block_layouts`, assistants of Gemma 4 in `mtp`.
 
 The tensors of all layouts get one set of names (`_NAMES`), and nested fields of configs are moved
 to the top level. So from here on there is one layout for each kind of head. A head is checked once,
@@ -126,6 +126,9 @@ class PublishedHead:
         self._folder = folder
         self._target = target
         fitting = [kind for kind, layout in _LAYOUTS.items() if layout.tensor in self.files]
+        if any(".lora_A." in name for name in self.files.names):
+            problem = "it is an adapter of a target (as UNO has), which specgen does not draft with"
+            raise self.files.refuse(problem, OTHER_HEAD)
         if not fitting:
             problem = (
                 "it is of no kind that specgen knows (its first tensor: "
@@ -163,12 +166,6 @@ class PublishedHead:
 _Reader = Callable[
     [WeightFiles, LoadedModel, Path], tuple[HeadWeights | AssistantWeights, str | None]
 ]
-
-
-def _read_block(
-    files: WeightFiles, target: LoadedModel, folder: Path
-) -> tuple[BlockWeights, str | None]:
-    return read_block(files, target, read_config(folder, files.owner))
 
 
 def _read_assistant(
@@ -490,7 +487,7 @@ class _Layout(NamedTuple):
 
 
 _LAYOUTS: Mapping[HeadKind, _Layout] = {
-    "block": _Layout(CONTEXT_NORM, _read_block),
+    "block": _Layout(CONTEXT_NORM, read_block),
     "medusa": _Layout("blocks.0.layers.0.weight", _read_medusa),
     "eagle": _Layout(FC, _read_eagle),
     "glide": _Layout(_QUERY, _read_glide),
