@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
+from specgen.serve import queue
 from specgen.serve.access import Access
 from specgen.serve.app import make_app
 from specgen.serve.queue import Worker
@@ -53,6 +56,29 @@ class Served:
         if found.get("content-type") == "application/json":
             return answer.status, found, json.loads(text)
         return answer.status, found, text.decode()
+
+
+class Gate:
+    """Lets the worker make rounds only as it is told, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rounds = 0
+        self._permits = threading.Semaphore(0)
+        original = queue._until
+
+        def gated(rounds: Any, is_over: Any) -> Iterator[Any]:
+            def waiting() -> bool:
+                self._permits.acquire()
+                over: bool = is_over()
+                self.rounds += not over
+                return over
+
+            return original(rounds, waiting)
+
+        monkeypatch.setattr(queue, "_until", gated)
+
+    def open(self, rounds: int) -> None:
+        self._permits.release(rounds)
 
 
 @contextmanager

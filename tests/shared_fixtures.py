@@ -9,6 +9,7 @@ from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ from recipe.train_pair import train_tokenizer
 import specgen
 from specgen.decoding.parallel_costs import ParallelCosts
 from specgen.pair.pair import Pair
+
+if TYPE_CHECKING:
+    from serving import Served
 
 torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 
@@ -123,6 +127,15 @@ def demo_pair() -> Pair:
     pair = specgen.load(device="cpu", dtype="float32")
     draft_here(pair)  # as above
     return pair
+
+
+@pytest.fixture(scope="module")
+def served(demo_pair: Pair) -> Iterator[Served]:
+    """A server of the bundled pair, which decodes with svip."""
+    from serving import serving  # with FastAPI, which few tests need
+
+    with serving(demo_pair) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 from browser import Browser
 from processes import wait_until
-from serving import Served, serving
+from serving import Gate, Served, serving
 
-import specgen
 from specgen.base.text import inline
 from specgen.pair.pair import Pair
 from specgen.serve import queue
@@ -26,18 +23,6 @@ from specgen.view.theme import _LOOKS, FLAVOURS
 QUESTION = "What does a cook do?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 ROUNDS = {"specgen": {"rounds": True}}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with specgen.load() as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def served(pair: Pair) -> Iterator[Served]:
-    with serving(pair) as running:
-        yield running
 
 
 @pytest.fixture
@@ -119,11 +104,11 @@ def rgb(colour: str) -> str:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_an_answer_has_the_terminals_colours(
-    browser: Browser, served: Served, pair: Pair, dark: bool
+    browser: Browser, served: Served, demo_pair: Pair, dark: bool
 ) -> None:
     chat = Chat(browser, served, dark=dark)
     chat.ask(QUESTION)
-    assert chat.answers() == [pair.generate(MESSAGES, "svip").text.removeprefix(" ")]
+    assert chat.answers() == [demo_pair.generate(MESSAGES, "svip").text.removeprefix(" ")]
     _, _, whole = served.ask("/v1/chat/completions", {"messages": MESSAGES, **ROUNDS})
     rounds = whole["specgen"]["rounds"]
     shown = [piece for round_ in rounds for piece in round_["shown"]]
@@ -168,22 +153,12 @@ def test_colours_can_be_switched_off_and_stay_off(chat: Chat, browser: Browser) 
 
 
 def test_text_comes_while_it_is_generated_and_escape_stops_it(
-    browser: Browser, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    permits = threading.Semaphore(0)
-    original = queue._until
-
-    def gated(rounds: Any, is_over: Callable[[], bool]) -> Iterator[Any]:
-        def waiting() -> bool:
-            permits.acquire()
-            return is_over()
-
-        return original(rounds, waiting)
-
-    monkeypatch.setattr(queue, "_until", gated)
-    with serving(pair, "ar") as served:
+    gate = Gate(monkeypatch)
+    with serving(demo_pair, "ar") as served:
         chat = Chat(browser, served)
-        permits.release(2)
+        gate.open(2)
         chat.type(QUESTION, "\n")
         assert wait_until(lambda: "2 tokens" in "".join(chat.texts(".figures")))
         assert browser.find(".waiting")
@@ -191,7 +166,7 @@ def test_text_comes_while_it_is_generated_and_escape_stops_it(
         assert not browser.find("#new")[0].is_enabled()
         chat.type("\ue00c")  # Escape
         chat.wait()
-        permits.release(100)
+        gate.open(100)
         assert wait_until(lambda: len(served.log) == 1)
         assert "client gone" in served.log[0]
         assert chat.texts(".figures")[0].endswith("stopped")
@@ -332,8 +307,8 @@ def test_settings_and_turns_are_sent(chat: Chat, asked: list[Asked]) -> None:
     assert asked[4].prompts == [[system, {"role": "user", "content": "Again"}]]
 
 
-def test_the_key_is_asked_for_and_not_stored(browser: Browser, pair: Pair) -> None:
-    with serving(pair, access=Access("127.0.0.1", key="the-key")) as served:
+def test_the_key_is_asked_for_and_not_stored(browser: Browser, demo_pair: Pair) -> None:
+    with serving(demo_pair, access=Access("127.0.0.1", key="the-key")) as served:
         chat = Chat(browser, served)
         assert wait_until(lambda: browser.find("#key")[0].is_displayed())
         browser.find("#key")[0].send_keys("another\n")
@@ -355,9 +330,9 @@ def test_the_key_is_asked_for_and_not_stored(browser: Browser, pair: Pair) -> No
 
 
 def test_errors_are_one_line_and_the_conversation_goes_on(
-    browser: Browser, pair: Pair, asked: list[Asked]
+    browser: Browser, demo_pair: Pair, asked: list[Asked]
 ) -> None:
-    with serving(pair) as served:
+    with serving(demo_pair) as served:
         chat = Chat(browser, served)
         script = "document.getElementById('prompt').value = 'word '.repeat(3000)"
         browser.driver.execute_script(script)

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ import openai
 import pytest
 import torch
 from cli_helpers import run_main
+from families import LETTERS, make_model, make_tokenizer, save
+from part_references import add_drafting_layers, weakened
 from serving import JSON, Served, serving
 
 import specgen
@@ -34,18 +37,6 @@ def described(schema: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with specgen.load() as loaded:
-        yield loaded
-
-
-@pytest.fixture(scope="module")
-def served(pair: Pair) -> Iterator[Served]:
-    with serving(pair) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[openai.OpenAI]:
     base = f"{served.address}/v1"
     with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as made:
@@ -60,8 +51,8 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(model(client)).owned_by == "specgen"
 
 
-def test_a_completion_is_what_generate_gives(client: openai.OpenAI, pair: Pair) -> None:
-    expected = pair.generate(PROMPT, "svip", max_new_tokens=40)
+def test_a_completion_is_what_generate_gives(client: openai.OpenAI, demo_pair: Pair) -> None:
+    expected = demo_pair.generate(PROMPT, "svip", max_new_tokens=40)
     answer = client.completions.create(model=model(client), prompt=PROMPT, max_tokens=40)
     assert (answer.object, answer.choices[0].text) == ("text_completion", expected.text)
     assert answer.choices[0].finish_reason == "length"
@@ -76,8 +67,10 @@ def test_a_completion_is_what_generate_gives(client: openai.OpenAI, pair: Pair) 
     assert details.rejected_prediction_tokens == rejected > 0
 
 
-def test_a_conversation_is_answered_whole_and_streamed(client: openai.OpenAI, pair: Pair) -> None:
-    expected = pair.generate(MESSAGES, "svip", max_new_tokens=100)
+def test_a_conversation_is_answered_whole_and_streamed(
+    client: openai.OpenAI, demo_pair: Pair
+) -> None:
+    expected = demo_pair.generate(MESSAGES, "svip", max_new_tokens=100)
     name = model(client)
     answer = client.chat.completions.create(model=name, messages=MESSAGES)
     assert answer.object == "chat.completion"
@@ -110,7 +103,9 @@ def test_without_include_usage_no_chunk_has_it(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_content_may_come_in_parts_and_from_a_developer(client: openai.OpenAI, pair: Pair) -> None:
+def test_content_may_come_in_parts_and_from_a_developer(
+    client: openai.OpenAI, demo_pair: Pair
+) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     given: Any = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": parts}]
     same = [
@@ -118,7 +113,9 @@ def test_content_may_come_in_parts_and_from_a_developer(client: openai.OpenAI, p
         {"role": "user", "content": "one\ntwo"},
     ]
     answer = client.chat.completions.create(model=model(client), messages=given, max_tokens=9)
-    assert answer.choices[0].message.content == pair.generate(same, "svip", max_new_tokens=9).text
+    assert (
+        answer.choices[0].message.content == demo_pair.generate(same, "svip", max_new_tokens=9).text
+    )
 
 
 def test_stop_texts_end_an_answer(client: openai.OpenAI) -> None:
@@ -136,7 +133,7 @@ def test_stop_texts_end_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_a_seed_gives_the_same_answers_twice_and_n_others(
-    client: openai.OpenAI, pair: Pair
+    client: openai.OpenAI, demo_pair: Pair
 ) -> None:
     def answers(n: int, seed: int) -> list[str]:
         answer = client.completions.create(
@@ -156,17 +153,17 @@ def test_a_seed_gives_the_same_answers_twice_and_n_others(
     sampling = SamplingParams(max_new_tokens=24, temperature=1.0, top_p=0.9, seed=6)
     three = answers(3, 5)
     assert three == answers(3, 5)
-    assert answers(1, 6) == [three[1]] == [pair.generate(PROMPT, "svip", sampling).text]
+    assert answers(1, 6) == [three[1]] == [demo_pair.generate(PROMPT, "svip", sampling).text]
     assert len({*three}) > 1
     # seeds are signed, and wrap around
     assert answers(1, -1) == answers(1, -1) != answers(1, 0)
     assert answers(2, (1 << 63) - 1)[1:] == answers(1, 0)
 
 
-def test_several_prompts_as_texts_and_as_ids(client: openai.OpenAI, pair: Pair) -> None:
+def test_several_prompts_as_texts_and_as_ids(client: openai.OpenAI, demo_pair: Pair) -> None:
     texts = [PROMPT, "The sea"]
-    ids = [pair.tokenizer.encode(text) for text in texts]
-    expected = [pair.generate(text, "svip", max_new_tokens=16).text for text in texts]
+    ids = [demo_pair.tokenizer.encode(text) for text in texts]
+    expected = [demo_pair.generate(text, "svip", max_new_tokens=16).text for text in texts]
     for given in (texts, ids):
         answer = client.completions.create(model=model(client), prompt=given)
         assert [choice.text for choice in answer.choices] == expected
@@ -176,8 +173,8 @@ def test_several_prompts_as_texts_and_as_ids(client: openai.OpenAI, pair: Pair) 
     assert [choice.text for choice in answer.choices] == expected[:1]
 
 
-def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, pair: Pair) -> None:
-    pair.forget()
+def test_the_second_turn_costs_its_new_tokens(client: openai.OpenAI, demo_pair: Pair) -> None:
+    demo_pair.forget()
     first = client.chat.completions.create(model=model(client), messages=MESSAGES)
     turns: Any = [*MESSAGES, {"role": "assistant", "content": first.choices[0].message.content}]
     turns.append({"role": "user", "content": "And a seal?"})
@@ -256,7 +253,7 @@ def test_what_cannot_be_honoured_is_an_error_that_names_the_field(
 
 
 def test_streams_go_on_while_a_schema_is_checked(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_begun = threading.Event()
     may_end = threading.Event()
@@ -268,7 +265,7 @@ def test_streams_go_on_while_a_schema_is_checked(
 
     monkeypatch.setattr(requests, "check_grammar", checked)
     body = {"messages": MESSAGES, "max_tokens": 1, "response_format": {"type": "json_object"}}
-    with serving(pair) as served, ThreadPoolExecutor(1) as pool:
+    with serving(demo_pair) as served, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.ask, "/v1/chat/completions", body)
         assert is_begun.wait(20)
         assert served.ask("/health")[0] == 200
@@ -309,7 +306,7 @@ def test_another_model_and_other_addresses_are_not_there(
     assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_rounds_and_another_method_for_one_request(served: Served, pair: Pair) -> None:
+def test_rounds_and_another_method_for_one_request(served: Served, demo_pair: Pair) -> None:
     own = {"rounds": True, "method": "ar"}
     body = {"prompt": PROMPT, "max_tokens": 12}
     _, _, plain = served.ask("/v1/completions", {**body, "specgen": own})
@@ -319,7 +316,7 @@ def test_rounds_and_another_method_for_one_request(served: Served, pair: Pair) -
     assert any(round_["draft_ids"] for round_ in rounds)
     assert not any(round_["draft_ids"] for round_ in plain["specgen"]["rounds"])
     ids = [token for round_ in rounds for token in [*round_["accepted_ids"], round_["token_id"]]]
-    assert ids == pair.generate(PROMPT, "ar", max_new_tokens=12).token_ids
+    assert ids == demo_pair.generate(PROMPT, "ar", max_new_tokens=12).token_ids
     assert drafted["specgen"]["summary"]["method"] == "svip"
     _, _, text = served.ask(
         "/v1/completions", {**body, "specgen": {"rounds": True}, "stream": True}
@@ -327,19 +324,19 @@ def test_rounds_and_another_method_for_one_request(served: Served, pair: Pair) -
     assert text.count('"draft_texts"') == len(rounds)
 
 
-def test_the_start_says_what_requests_leave_out(pair: Pair) -> None:
+def test_the_start_says_what_requests_leave_out(demo_pair: Pair) -> None:
     default = SamplingParams(temperature=1.0, seed=3)
-    with serving(pair, default=default) as served:
+    with serving(demo_pair, default=default) as served:
         body = {"prompt": PROMPT, "max_tokens": 20}
         _, _, first = served.ask("/v1/completions", body)
         _, _, greedy = served.ask("/v1/completions", {**body, "temperature": 0})
-    sampled = pair.generate(PROMPT, "svip", default, max_new_tokens=20)
+    sampled = demo_pair.generate(PROMPT, "svip", default, max_new_tokens=20)
     assert first["choices"][0]["text"] == sampled.text
-    assert greedy["choices"][0]["text"] == pair.generate(PROMPT, "ar", max_new_tokens=20).text
+    assert greedy["choices"][0]["text"] == demo_pair.generate(PROMPT, "ar", max_new_tokens=20).text
 
 
 METHODS = {
-    # mtp needs layers that the bundled target does not have
+    # mtp's layers are not in the bundled target: see below
     **{name: {} for name, method in specgen.METHODS.items() if method.lossless and name != "mtp"},
     "sd": {"width": 2, "depth": 3},
     "selfsd": {"skip": "1"},
@@ -347,14 +344,32 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_each_lossless_method_gives_the_same_text(pair: Pair, method: str) -> None:
-    expected = pair.generate(PROMPT, method, max_new_tokens=24, **METHODS[method])
-    with serving(pair, method, METHODS[method]) as served:
+def test_each_lossless_method_gives_the_same_text(demo_pair: Pair, method: str) -> None:
+    expected = demo_pair.generate(PROMPT, method, max_new_tokens=24, **METHODS[method])
+    with serving(demo_pair, method, METHODS[method]) as served:
         body = {"prompt": PROMPT, "max_tokens": 24, "specgen": {"rounds": True}}
         status, _, answer = served.ask("/v1/completions", body)
     assert (status, answer["choices"][0]["text"]) == (200, expected.text)
-    assert expected.text == pair.generate(PROMPT, "ar", max_new_tokens=24).text
+    assert expected.text == demo_pair.generate(PROMPT, "ar", max_new_tokens=24).text
     assert answer["specgen"]["summary"]["method"] == method
+
+
+def test_drafting_layers_in_the_targets_own_files_give_the_same_text(tmp_path: Path) -> None:
+    model = weakened(make_model("llama"))
+    folder = tmp_path / "drafting"
+    save(model, folder, make_tokenizer(LETTERS))
+    add_drafting_layers(model, folder)
+    with specgen.load(str(folder), device="cpu", dtype="float32") as pair:
+        sampling = SamplingParams(24, temperature=1.0, seed=5)
+        greedy = pair.generate("hello", "ar", max_new_tokens=24).text
+        sampled = pair.generate("hello", "mtp", sampling).text
+        body = {"prompt": "hello", "max_tokens": 24}
+        with serving(pair, "mtp") as served:
+            _, _, first = served.ask("/v1/completions", body)
+            _, _, second = served.ask("/v1/completions", {**body, "temperature": 1, "seed": 5})
+    assert [answer["choices"][0]["text"] for answer in (first, second)] == [greedy, sampled]
+    details = first["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
 
 
 def test_only_the_servers_method_and_plain_decoding_can_be_asked_for(served: Served) -> None:
@@ -391,9 +406,9 @@ def test_the_description_loads_nothing(served: Served) -> None:
     assert "<link" not in text
 
 
-def test_nothing_of_a_request_is_logged(pair: Pair) -> None:
+def test_nothing_of_a_request_is_logged(demo_pair: Pair) -> None:
     secret = "xylophone"
-    with serving(pair) as served:
+    with serving(demo_pair) as served:
         served.ask("/v1/completions", {"prompt": secret, "max_tokens": 2, "stop": secret})
         served.ask("/v1/completions", {"prompt": secret, "temperature": secret})
         served.ask(f"/{secret}?{secret}")
@@ -409,15 +424,15 @@ def test_nothing_of_a_request_is_logged(pair: Pair) -> None:
 KEY = "k" * 20
 
 
-def test_without_the_key_only_health_and_the_page_answer(pair: Pair) -> None:
+def test_without_the_key_only_health_and_the_page_answer(demo_pair: Pair) -> None:
     body = {"prompt": PROMPT, "max_tokens": 2}
-    with serving(pair, access=Access("127.0.0.1", key=KEY)) as served:
+    with serving(demo_pair, access=Access("127.0.0.1", key=KEY)) as served:
         for path in ("/v1/models", "/docs", "/openapi.json", "//", "/x/.."):
             assert served.ask(path)[0] == 401
         assert served.ask("/health")[0] == 200
         status, _, page = served.ask("/")
         assert status == 200
-        assert pair.target.name not in page
+        assert demo_pair.target.name not in page
         for given in ("", KEY, f"Bearer {KEY}x", "Bearer", f"Basic {KEY}", "Bearer \xff"):
             status, _, answer = served.ask("/v1/completions", body, {"Authorization": given})
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
@@ -447,9 +462,9 @@ def test_without_the_key_only_health_and_the_page_answer(pair: Pair) -> None:
         ("", 403),
     ],
 )
-def test_the_name_of_the_server_is_checked(pair: Pair, host: str, status: int) -> None:
+def test_the_name_of_the_server_is_checked(demo_pair: Pair, host: str, status: int) -> None:
     access = Access("127.0.0.1", hosts=frozenset({"my-machine.local"}))
-    with serving(pair, access=access) as served:
+    with serving(demo_pair, access=access) as served:
         assert served.ask("/health", headers={"Host": host})[0] == status
 
 
@@ -464,10 +479,10 @@ def test_beyond_this_machine_addresses_are_names_too() -> None:
         check("evil.example")
 
 
-def test_pages_from_elsewhere_are_refused(pair: Pair) -> None:
+def test_pages_from_elsewhere_are_refused(demo_pair: Pair) -> None:
     access = Access("127.0.0.1", origins=frozenset({"https://good.example"}), key=KEY)
     bearer = {"Authorization": f"Bearer {KEY}"}
-    with serving(pair, access=access) as served:
+    with serving(demo_pair, access=access) as served:
         for origin in ("https://evil.example", "null", "http://good.example", "https://good"):
             headers = {**bearer, "Origin": origin}
             status, found, answer = served.ask("/v1/models", headers=headers)
@@ -561,15 +576,15 @@ def test_a_port_that_is_taken_is_one_line(
 # log-probabilities and predictions
 
 
-def expected_log_probs(pair: Pair, prompt: list[int], ids: list[int]) -> torch.Tensor:
+def expected_log_probs(demo_pair: Pair, prompt: list[int], ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        logits = pair.target.transformers_module(torch.tensor([[*prompt, *ids]])).logits[0]
+        logits = demo_pair.target.transformers_module(torch.tensor([[*prompt, *ids]])).logits[0]
     return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_log_probabilities_of_a_completion(
-    client: openai.OpenAI, pair: Pair, streamed: bool
+    client: openai.OpenAI, demo_pair: Pair, streamed: bool
 ) -> None:
     answer: Any = client.completions.create(
         model=model(client), prompt=PROMPT, max_tokens=30, logprobs=2, stream=streamed
@@ -577,8 +592,8 @@ def test_log_probabilities_of_a_completion(
     given = [chunk.choices[0] for chunk in answer if chunk.choices] if streamed else answer.choices
     lists = [choice.logprobs for choice in given if choice.logprobs is not None]
     text = "".join(choice.text for choice in given)
-    ids = pair.generate(PROMPT, "ar", max_new_tokens=30).token_ids
-    expected = expected_log_probs(pair, pair.tokenizer.encode(PROMPT), ids)
+    ids = demo_pair.generate(PROMPT, "ar", max_new_tokens=30).token_ids
+    expected = expected_log_probs(demo_pair, demo_pair.tokenizer.encode(PROMPT), ids)
     found = [value for part in lists for value in part.token_logprobs]
     assert found == pytest.approx(
         [float(expected[row, id_]) for row, id_ in enumerate(ids)], abs=1e-3
@@ -596,7 +611,7 @@ def test_log_probabilities_of_a_completion(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_log_probabilities_of_a_conversation_end_with_its_text(
-    client: openai.OpenAI, pair: Pair, streamed: bool
+    client: openai.OpenAI, demo_pair: Pair, streamed: bool
 ) -> None:
     answer: Any = client.chat.completions.create(
         model=model(client), messages=MESSAGES, logprobs=True, top_logprobs=4, stream=streamed
@@ -612,7 +627,7 @@ def test_log_probabilities_of_a_conversation_end_with_its_text(
     assert first.top_logprobs[0].logprob == first.logprob, "greedy"
 
 
-def test_characters_of_several_tokens_have_all_their_bytes(served: Served, pair: Pair) -> None:
+def test_characters_of_several_tokens_have_all_their_bytes(served: Served, demo_pair: Pair) -> None:
     body = {"prompt": "Löwe: 🦁🦁🦁🦁", "max_tokens": 24, "temperature": 2, "seed": 4}
     chat = {"messages": [{"role": "user", "content": body.pop("prompt")}], "logprobs": True, **body}
     _, _, answer = served.ask("/v1/chat/completions", chat)
@@ -638,13 +653,13 @@ def test_a_prediction_is_drafted_and_changes_nothing(served: Served) -> None:
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa", "glide", "block", "eesd"])
-def test_trained_heads_draft_predictions_and_several_answers(pair: Pair, method: str) -> None:
+def test_trained_heads_draft_predictions_and_several_answers(demo_pair: Pair, method: str) -> None:
     question: Any = [{"role": "user", "content": "Tell me about the sea."}]
     sampling = SamplingParams(max_new_tokens=24, temperature=1.0)
     seeds = [7, 8, 9]
-    expected = [pair.generate(question, method, sampling, seed=seed).text for seed in seeds]
+    expected = [demo_pair.generate(question, method, sampling, seed=seed).text for seed in seeds]
     body = {"messages": question, "max_tokens": 24, "specgen": {"rounds": True}}
-    with serving(pair, method) as served:
+    with serving(demo_pair, method) as served:
         sampled = {**body, "temperature": 1.0, "seed": 7, "n": 3}
         _, _, several = served.ask("/v1/chat/completions", sampled)
         _, _, plain = served.ask("/v1/chat/completions", body)
@@ -652,16 +667,16 @@ def test_trained_heads_draft_predictions_and_several_answers(pair: Pair, method:
         given = {**body, "prediction": {"type": "content", "content": text}}
         _, _, predicted = served.ask("/v1/chat/completions", given)
     assert [choice["message"]["content"] for choice in several["choices"]] == expected
-    assert text == pair.generate(question, "ar", max_new_tokens=24).text
+    assert text == demo_pair.generate(question, "ar", max_new_tokens=24).text
     assert predicted["choices"][0]["message"]["content"] == text
     passes = [answer["specgen"]["summary"]["target_passes"] for answer in (plain, predicted)]
     assert passes[1] < passes[0]
 
 
-def test_penalties_of_a_request(served: Served, pair: Pair) -> None:
+def test_penalties_of_a_request(served: Served, demo_pair: Pair) -> None:
     penalties = {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5}
     body = {"prompt": PROMPT, "max_tokens": 30, **penalties}
     _, _, answer = served.ask("/v1/completions", body)
-    expected = pair.generate(PROMPT, "ar", max_new_tokens=30, **penalties)
+    expected = demo_pair.generate(PROMPT, "ar", max_new_tokens=30, **penalties)
     assert answer["choices"][0]["text"] == expected.text
-    assert expected.text != pair.generate(PROMPT, "ar", max_new_tokens=30).text
+    assert expected.text != demo_pair.generate(PROMPT, "ar", max_new_tokens=30).text

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from processes import Forked, is_running, wait_until
-from serving import JSON, Served, serving
+from serving import JSON, Gate, Served, serving
 
 import specgen
 from specgen.pair.pair import Pair
@@ -28,35 +27,6 @@ from specgen.serve.requests import ChatRequest, CompletionRequest
 
 PROMPT = "def fibonacci(n):"
 BODY = {"prompt": PROMPT, "max_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    with specgen.load() as loaded:
-        yield loaded
-
-
-class Gate:
-    """Lets the worker make rounds only as it is told, and counts them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds = 0
-        self._permits = threading.Semaphore(0)
-        original = queue._until
-
-        def gated(rounds: Any, is_over: Any) -> Iterator[Any]:
-            def waiting() -> bool:
-                self._permits.acquire()
-                over: bool = is_over()
-                self.rounds += not over
-                return over
-
-            return original(rounds, waiting)
-
-        monkeypatch.setattr(queue, "_until", gated)
-
-    def open(self, rounds: int) -> None:
-        self._permits.release(rounds)
 
 
 @pytest.fixture
@@ -95,8 +65,8 @@ class Raw:
         self._socket.close()
 
 
-def test_as_many_as_asked_wait_and_others_are_refused(pair: Pair, gate: Gate) -> None:
-    with serving(pair, queue=2) as served:
+def test_as_many_as_asked_wait_and_others_are_refused(demo_pair: Pair, gate: Gate) -> None:
+    with serving(demo_pair, queue=2) as served:
         clients = []
         for waiting in (0, 1, 2):
             clients.append(Raw(served).send({**BODY, "max_tokens": 2}))
@@ -118,9 +88,9 @@ def test_as_many_as_asked_wait_and_others_are_refused(pair: Pair, gate: Gate) ->
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_goes_away_ends_its_answer_within_a_round(
-    pair: Pair, gate: Gate, streamed: bool
+    demo_pair: Pair, gate: Gate, streamed: bool
 ) -> None:
-    with serving(pair, "ar") as served:
+    with serving(demo_pair, "ar") as served:
         client = Raw(served).send({**BODY, "max_tokens": 64, "stream": streamed, "n": 3})
         gate.open(3)
         if streamed:
@@ -140,9 +110,9 @@ def test_a_client_that_goes_away_ends_its_answer_within_a_round(
 
 
 def test_a_body_that_arrives_slowly_blocks_nobody(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(pair, queue=0) as served:
+    with serving(demo_pair, queue=0) as served:
         slow = [Raw(served) for _ in range(4)]
         for client in slow:
             client.begin(100)
@@ -156,8 +126,8 @@ def test_a_body_that_arrives_slowly_blocks_nobody(
         late.close()
 
 
-def test_a_body_that_is_too_long_is_not_waited_for(pair: Pair) -> None:
-    with serving(pair) as served:
+def test_a_body_that_is_too_long_is_not_waited_for(demo_pair: Pair) -> None:
+    with serving(demo_pair) as served:
         client = Raw(served)
         client.begin((16 << 20) + 1)
         assert b" 413 " in client.until(b"\r\n")
@@ -165,11 +135,11 @@ def test_a_body_that_is_too_long_is_not_waited_for(pair: Pair) -> None:
 
 
 def test_many_clients_at_once_get_their_own_answers_in_order(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(5)
     prompts = [PROMPT, "The sea", "import os", "A recipe for", "class Stack:"]
-    expected = {text: pair.generate(text, "svip", max_new_tokens=8).text for text in prompts}
+    expected = {text: demo_pair.generate(text, "svip", max_new_tokens=8).text for text in prompts}
     submitted: list[Job] = []
     generated: list[Job] = []
     submit, generate = queue.Worker.submit, queue.Worker._generate
@@ -204,12 +174,20 @@ def test_many_clients_at_once_get_their_own_answers_in_order(
             found = answer["choices"][0]["text"]
         assert found == expected[text]
 
+    def resident() -> int:
+        """The bytes of this process that are in memory."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
     def used() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    with serving(pair, queue=64) as served:  # clients that have gone may wait too, for a moment
+    with serving(
+        demo_pair, queue=64
+    ) as served:  # clients that have gone may wait too, for a moment
         before = used()
         objects = []
+        sizes = []
         for half in (range(100), range(100, 200)):
             with ThreadPoolExecutor(16) as clients:
                 list(clients.map(ask, half))
@@ -218,7 +196,9 @@ def test_many_clients_at_once_get_their_own_answers_in_order(
             gc.collect()
             known = {*map(id, submitted), *map(id, generated)}
             objects.append(sum(id(thing) not in known for thing in gc.get_objects()))
+            sizes.append(resident())
         assert objects[1] - objects[0] < 2000, "fewer than 20 for each request"
+        assert sizes[1] - sizes[0] < 4 << 20, "less than 41 KiB for each request"
     assert generated == [job for job in submitted if job in {*generated}]
     assert len(generated) >= 140
     submitted.clear()
@@ -252,12 +232,12 @@ def malformed(rng: random.Random) -> bytes:
     return bytes(text[: rng.randrange(len(text) + 1)] if rng.random() < 0.1 else text)
 
 
-def test_no_body_makes_the_server_fail(pair: Pair) -> None:
+def test_no_body_makes_the_server_fail(demo_pair: Pair) -> None:
     rng = random.Random(11)
     bodies = [malformed(rng) for _ in range(300)]
     bodies += [b"", b"[" * 100_000, b'{"prompt":' * 5000, b"1" * 10_000, b'{"n":1e999}', b"\xff"]
     bodies += [b'{"prompt": "\\ud800", "max_tokens": 1}', b"NaN", b'{"seed": ' + b"9" * 5000 + b"}"]
-    with serving(pair, "ar") as served:
+    with serving(demo_pair, "ar") as served:
         statuses = set()
         for number, body in enumerate(bodies):
             path = ("/v1/completions", "/v1/chat/completions")[number % 2]
@@ -273,9 +253,9 @@ def test_no_body_makes_the_server_fail(pair: Pair) -> None:
 
 
 def test_a_failure_while_generating_is_told_and_the_server_goes_on(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(pair) as served:
+    with serving(demo_pair) as served:
         for error, message in (
             (specgen.base.errors.RunError("the weights are damaged"), "the weights are damaged"),
             (MemoryError(), "out of memory"),
@@ -296,9 +276,9 @@ def test_a_failure_while_generating_is_told_and_the_server_goes_on(
 
 
 def test_a_failure_in_the_middle_ends_the_stream_with_the_error(
-    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    demo_pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(pair) as served:
+    with serving(demo_pair) as served:
         client = Raw(served).send({**BODY, "max_tokens": 64, "stream": True})
         gate.open(2)
         client.until(b"data: ")
@@ -348,8 +328,8 @@ def test_a_signal_ends_the_server_and_what_it_started(number: int, code: int) ->
         socket.create_connection(place, timeout=5)
 
 
-def test_a_second_signal_ends_it_at_once(pair: Pair, gate: Gate) -> None:
-    with serving(pair) as served:
+def test_a_second_signal_ends_it_at_once(demo_pair: Pair, gate: Gate) -> None:
+    with serving(demo_pair) as served:
         client = Raw(served).send({**BODY, "max_tokens": 64, "stream": True})
         gate.open(2)
         client.until(b"data: ")

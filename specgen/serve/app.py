@@ -122,7 +122,7 @@ class _Service:
     async def _answer(
         self, request: Request, body: Common, asked: Asked, kind: type[Answers]
     ) -> Response:
-        """Waits for the answers, or for the first piece of one, if they are streamed."""
+        """Returns the answers, for which it waits unless they are streamed."""
         self._check_model(body.model)
         options = body.stream_options
         has_usage = options is not None and bool(options.include_usage)
@@ -133,16 +133,14 @@ class _Service:
             has_log_probs=asked.sampling.logprobs is not None,
         )
         job = self._worker.submit(asked)
+        if body.stream:
+            return EventStream(_lines(job, answers), lambda: self._worker.cancel(job))
         try:
-            if not body.stream:
-                events = await _unless_gone(request.receive, _all_events(job))
-                return _json(answers.complete(events))
-            batches = job.batches()
-            first = await _unless_gone(request.receive, _next(batches))
+            events = await _unless_gone(request.receive, _all_events(job))
         except BaseException:
             self._worker.cancel(job)
             raise
-        return EventStream(_lines(first, batches, answers), lambda: self._worker.cancel(job))
+        return _json(answers.complete(events))
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, "", self._name):
@@ -155,10 +153,13 @@ _PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsa
 
 
 class EventStream(Response):
-    """An answer that is sent while it is generated, as server-sent events. If the client goes away,
-    `on_gone` is called."""
+    """An answer that is sent while it is generated, as server-sent events. It begins with the first
+    of `lines`: what is raised instead of this can still be answered with another status.
 
-    def __init__(self, lines: AsyncIterator[bytes], on_gone: Callable[[], None]) -> None:
+    `on_end` is called when it ends, whether it is complete or the client has gone away.
+    """
+
+    def __init__(self, lines: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -168,14 +169,16 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._lines = lines
-        self._on_gone = on_gone
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sent() -> None:
+            part = await anext(self._lines)
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            async for line in self._lines:
-                await send({"type": "http.response.body", "body": line, "more_body": True})
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            async for part in self._lines:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
@@ -183,15 +186,18 @@ class EventStream(Response):
         except ClientDisconnect:
             pass
         finally:
-            self._on_gone()
+            self._on_end()
 
 
-async def _lines(
-    first: list[Event], batches: AsyncIterator[list[Event]], answers: Answers
-) -> AsyncIterator[bytes]:
-    """Yields the events of a stream as it is written, several where they have come together."""
-    yield _events(first, answers)
-    async for batch in batches:
+async def _lines(job: Job, answers: Answers) -> AsyncIterator[bytes]:
+    """Yields the events of a stream as it is written, several where they have come together. Raises
+    the ApiError with which the answers end before they have begun."""
+    has_begun = False
+    async for batch in job.batches():
+        first = batch[0]
+        if not has_begun and isinstance(first, ApiError):
+            raise first
+        has_begun = True
         yield _events(batch, answers)
 
 
@@ -211,15 +217,6 @@ async def _all_events(job: Job) -> list[Event]:
     if isinstance(last, ApiError):
         raise last
     return events
-
-
-async def _next(batches: AsyncIterator[list[Event]]) -> list[Event]:
-    """Returns the first events. Raises the ApiError with which the answers end before they have
-    begun."""
-    first = await anext(batches)
-    if isinstance(first[0], ApiError):
-        raise first[0]
-    return first
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
