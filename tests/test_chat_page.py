@@ -190,6 +190,23 @@ def test_plain_decoding_answers_the_same(chat: Chat, asked: list[Asked]) -> None
     assert asked[0].sampling.max_new_tokens == 30
 
 
+@pytest.mark.parametrize(
+    ("drafted", "seconds", "sentence"),
+    [
+        (8, 1.5, "1.50× as fast. "),
+        (8, 0.69, "Too short to compare times. "),
+        (0, 1.5, "Nothing was drafted. "),
+    ],
+)
+def test_what_the_times_say(chat: Chat, drafted: int, seconds: float, sentence: str) -> None:
+    """Of 30 tokens a second instead of 20, half a second after the first one of the answer."""
+    times = {"first_token_seconds": 0.5}
+    own = {**times, "drafted": drafted, "seconds": seconds, "decode_tokens_per_second": 30}
+    plain = {**times, "seconds": 2.0, "decode_tokens_per_second": 20}
+    script = "return speedup(arguments[0], arguments[1])"
+    assert chat.browser.driver.execute_script(script, own, plain) == sentence
+
+
 def test_texts_that_differ_are_not_called_equal(
     chat: Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -540,6 +540,29 @@ def test_generate_answers_in_the_shape_that_is_asked_for(invoke: Invoke, tmp_pat
     assert (code, len(out.strip()), out.strip()[3:]) == (0, 4, "x")
 
 
+def test_compare_measures_answers_of_a_shape(invoke: Invoke, tmp_path: Path) -> None:
+    """All but transformers' own methods, and a trace of another shape is not continued."""
+    trace = tmp_path / "trace.jsonl"
+    options = ("--limit", "1", "--repeats", "1", "-n", "60", "--json")
+    methods = "sd:k=3,transformers:dtype=float32"
+    shape = ("--json-schema", json.dumps(SCHEMA))
+    code, out, _ = invoke("compare", "-m", methods, *shape, *options, "--trace", str(trace))
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert (code, [line["error"] is None for line in lines]) == (0, [True, True, False])
+    assert lines[1]["identical"] == 1
+    assert lines[2]["error"].startswith("transformers cannot keep its answers to a schema")
+    recorded = [json.loads(line) for line in trace.read_text().splitlines()]
+    for line in recorded:
+        if line["type"] == "summary":
+            assert set(json.loads(line["text"])) == set(SCHEMA["properties"])
+
+    code, out, err = invoke(
+        "compare", "-m", "sd:k=3", "--regex", "[a-z]+", *options, "--resume", str(trace)
+    )
+    assert (code, out) == (2, "")
+    assert "was made with another --json-schema, --regex or --grammar" in err
+
+
 def test_an_answer_that_the_limit_cuts_is_said_to_be_incomplete(invoke: Invoke) -> None:
     """As a string that the model never closes."""
     options = ("generate", "-n", "12", "--regex", '"[a-z]{90}"')
@@ -548,6 +571,13 @@ def test_an_answer_that_the_limit_cuts_is_said_to_be_incomplete(invoke: Invoke) 
     assert "the answer is incomplete" in err
     code, out, _ = invoke(*options, "--json", PROMPT)
     assert json.loads(out.splitlines()[-1])["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("command", ["compare", "serve"])
+def test_other_commands_check_the_grammar_first(invoke: Invoke, command: str) -> None:
+    code, out, err = invoke(command, "--regex", "(", "-t", "/nowhere")
+    assert (code, out) == (2, "")
+    assert "unclosed group" in err
 
 
 @pytest.mark.parametrize(

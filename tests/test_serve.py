@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from part_references import add_drafting_layers, weakened
 from serving import JSON, Served, serving
 
 import specgen
+from specgen.base.grammars import Grammar
 from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
 from specgen.serve import requests
@@ -333,6 +335,25 @@ def test_the_start_says_what_requests_leave_out(demo_pair: Pair) -> None:
     sampled = demo_pair.generate(PROMPT, "svip", default, max_new_tokens=20)
     assert first["choices"][0]["text"] == sampled.text
     assert greedy["choices"][0]["text"] == demo_pair.generate(PROMPT, "ar", max_new_tokens=20).text
+
+
+def test_the_start_says_what_answers_match(demo_pair: Pair) -> None:
+    """Those to requests without a format of their own, which may be any text."""
+    regex = Grammar("regex", "(yes|no), [a-z]{3}")
+    expected = demo_pair.generate(MESSAGES, "svip", grammar=regex).text
+    free = demo_pair.generate(MESSAGES, "svip", max_new_tokens=8).text
+    chat: Any = {"messages": MESSAGES, "max_tokens": 8}
+    with serving(demo_pair, default=SamplingParams(grammar=regex)) as served:
+        found = []
+        for kind in (None, "text", "json_object"):
+            own = {} if kind is None else {"response_format": {"type": kind}}
+            _, _, answer = served.ask("/v1/chat/completions", {**chat, **own})
+            found.append(answer["choices"][0]["message"]["content"])
+        _, _, completion = served.ask("/v1/completions", {"prompt": PROMPT})
+    assert found[:2] == [expected, free]
+    assert found[2].startswith("{")
+    assert re.fullmatch(regex.text, expected)
+    assert re.fullmatch(regex.text, completion["choices"][0]["text"])
 
 
 METHODS = {

@@ -11,6 +11,7 @@ from specgen.base.errors import SpecgenError
 from specgen.base.schema import shown
 
 GrammarKind = Literal["json_schema", "regex", "grammar"]
+_IN_WORDS = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class Grammar:
                 f"a grammar's text is {shown(self.text)}, which is not UTF-8",
                 "Convert it first, for instance with iconv",
             )
+
+    @property
+    def in_words(self) -> str:
+        return _IN_WORDS[self.kind]
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:

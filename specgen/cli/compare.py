@@ -27,7 +27,14 @@ from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json, significant
 from specgen.base.types import QUANTISED, SamplingParams
 from specgen.cli.commands import check_outputs, options_given
-from specgen.cli.opening import find_profile, models_in_words, open_pair, show_overlap, tuned_specs
+from specgen.cli.opening import (
+    check_grammar,
+    find_profile,
+    models_in_words,
+    open_pair,
+    show_overlap,
+    tuned_specs,
+)
 from specgen.cli.options import CompareOptions, CompareOutput, DecodingGroup, SamplingOptions
 from specgen.compare.method_specs import MethodSpec, parse_specs, with_dtypes
 from specgen.compare.prompts import load_prompts, picked
@@ -74,6 +81,7 @@ def compare(
     begin = time.perf_counter()
     is_default = not options_given(asked) and output.trace_path is None
     sampling = options.params()
+    check_grammar(sampling)
     if asked.budget is not None and not asked.budget > 0:
         raise SpecgenError(f"--budget is {asked.budget:g}", "It has to be above 0 seconds")
     check_outputs(output.files, [("--prompts", asked.prompts or examples_file())], models)

@@ -18,11 +18,10 @@ from rich.text import Text
 
 from specgen import methods
 from specgen.base.errors import SpecgenError
-from specgen.base.grammars import Grammar
 from specgen.base.types import LARGEST, SamplingParams
 from specgen.cli.commands import check_outputs
 from specgen.cli.conversation import Conversation, Decoding
-from specgen.cli.opening import Opening, show_what_decodes
+from specgen.cli.opening import Opening, check_grammar, show_what_decodes
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
 from specgen.cli.output_writers import OutputWriter
 from specgen.cli.prompt_input import PromptInput, check_text
@@ -49,8 +48,7 @@ def generate(
         _describe_method(asked.method, output)
         return
     params = sampling.params()
-    if params.grammar is not None:
-        _check_grammar(params.grammar)
+    check_grammar(params)
     opening = Opening.of(asked.method, asked.settings, models, params)
     _check_options(asked, params, output)
     prompts, prompt = _inputs(asked, output, models)
@@ -138,14 +136,6 @@ class _Answers:
         return OutputWriter(
             pair, request, run, decoding.output, tuned, self.trace, self.where, keys
         )
-
-
-def _check_grammar(grammar: Grammar) -> None:
-    """Raises SpecgenError for a grammar that cannot be used whatever the model is, before one is
-    loaded."""
-    from specgen.engine.text.grammar import check_grammar
-
-    check_grammar(grammar)
 
 
 def _describe_method(written: str | None, output: GenerateOutput) -> None:

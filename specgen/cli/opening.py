@@ -98,6 +98,16 @@ class Opening:
         return name, settings, tuned
 
 
+def check_grammar(sampling: SamplingParams) -> None:
+    """Raises SpecgenError for a grammar that cannot be used whatever the model is, before one is
+    loaded."""
+    if sampling.grammar is None:
+        return
+    from specgen.engine.text import grammar
+
+    grammar.check_grammar(sampling.grammar)
+
+
 def open_pair(
     models: DecodingGroup,
     err: Console,

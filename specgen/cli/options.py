@@ -25,6 +25,7 @@ Rows = Mapping[str, tuple[str, str]]
 _DEFAULT = SamplingParams()
 MAX_NEW_TOKENS = _DEFAULT.max_new_tokens
 NO_DRAFT = "none"  # as a value of --draft
+SHAPES = ("json_schema", "regex", "grammar")  # the options that say what an output has to match
 ARGUMENTS = ("prompt", "traces")  # the other fields are options
 # The options that --help shows of each command; --help-all shows all.
 SHOWN = {
@@ -382,6 +383,16 @@ SERVE_ROWS: Rows = {
     "top_k": ("K", "Where a request names none. 0: all tokens."),
     "min_p": ("P", "Where a request names none."),
     "seed": ("N", "Where a request names none. Default: a random one."),
+    "json_schema": (
+        "SCHEMA",
+        "Where a request has no response_format: answer in JSON that matches this schema, a file "
+        "or text that begins with {.",
+    ),
+    "regex": ("REGEX", "Where a request has no response_format: answer with text that matches it."),
+    "grammar": (
+        "FILE",
+        "Where a request has no response_format: answer with text of this grammar (Lark or GBNF).",
+    ),
     "quiet": ("-q", "Show no progress, and no line for each request."),
 }
 
@@ -435,7 +446,7 @@ class ModelGroup(DecodingGroup):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """The options for sampling and for the length of the output."""
+    """The options for sampling, for the length of the output and for what it has to match."""
 
     panel: ClassVar[str] = "Sampling and limits"
     max_new_tokens: int | None = MAX_NEW_TOKENS
@@ -446,20 +457,42 @@ class SamplingOptions:
     ignore_eos: bool = _DEFAULT.ignore_eos
     min_p: float = _DEFAULT.min_p
     logprobs: int | None = _DEFAULT.logprobs
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: Path | None = None
 
     def params(self) -> SamplingParams:
-        """Returns the options as SamplingParams. Raises SpecgenError for a value out of range."""
-        return self._params(asdict(self))
-
-    def _params(self, values: Mapping[str, Any]) -> SamplingParams:
-        """Returns SamplingParams with these values, and the default for a limit of None."""
-        limit = MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        """Returns the options as SamplingParams. Raises SpecgenError for a value out of range, a
+        file that cannot be read, and for several options that say what the output has to match."""
+        values = asdict(self)
+        shapes = {name: values.pop(name) for name in SHAPES}
+        given = [name for name, value in shapes.items() if value is not None]
+        if len(given) > 1:
+            first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
+            raise SpecgenError(f"{first} and {second} are given", "Leave one of them out")
+        values["grammar"] = self._asked_grammar()
+        if self.max_new_tokens is None:
+            values["max_new_tokens"] = MAX_NEW_TOKENS
         try:
-            return SamplingParams(**{**values, "max_new_tokens": limit})
+            return SamplingParams(**values)
         except SpecgenError as error:
             message = error.message.replace("max_new_tokens", "-n (--max-new-tokens)")
             message = message.replace("ignore_eos", "--ignore-eos")
             raise SpecgenError(message, error.hint) from error
+
+    def _asked_grammar(self) -> Grammar | None:
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.grammar is not None:
+            return Grammar("grammar", read_text(self.grammar, "grammar", "Check the path"))
+        if self.json_schema is None:
+            return None
+        if self.json_schema.lstrip().startswith("{"):
+            return Grammar("json_schema", self.json_schema)
+        if not self.json_schema.strip():
+            raise SpecgenError("--json-schema is empty", "Give a file, or text that begins with {")
+        path = Path(self.json_schema)
+        return Grammar("json_schema", read_text(path, "JSON schema", "Check the path"))
 
 
 @dataclass(frozen=True)
@@ -501,39 +534,11 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingOptions):
-    """The options for sampling, with the texts that end the output and what it has to match. If
-    `max_new_tokens` is None, it is `MAX_NEW_TOKENS`; a conversation then has no limit."""
+    """The options for sampling, with the texts that end the output. If `max_new_tokens` is None, it
+    is `MAX_NEW_TOKENS`; a conversation then has no limit."""
 
     max_new_tokens: int | None = None
     stop: list[str] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    grammar: Path | None = None
-
-    def params(self) -> SamplingParams:
-        """Returns the options as SamplingParams. Raises SpecgenError for a value out of range, a
-        file that cannot be read, and for several options that say what the output has to match."""
-        values = asdict(self)
-        shapes = {name: values.pop(name) for name in ("json_schema", "regex", "grammar")}
-        given = [name for name, value in shapes.items() if value is not None]
-        if len(given) > 1:
-            first, second, *_ = (f"--{name.replace('_', '-')}" for name in given)
-            raise SpecgenError(f"{first} and {second} are given", "Leave one of them out")
-        return self._params({**values, "grammar": self._asked_grammar()})
-
-    def _asked_grammar(self) -> Grammar | None:
-        if self.regex is not None:
-            return Grammar("regex", self.regex)
-        if self.grammar is not None:
-            return Grammar("grammar", read_text(self.grammar, "grammar", "Check the path"))
-        if self.json_schema is None:
-            return None
-        if self.json_schema.lstrip().startswith("{"):
-            return Grammar("json_schema", self.json_schema)
-        if not self.json_schema.strip():
-            raise SpecgenError("--json-schema is empty", "Give a file, or text that begins with {")
-        path = Path(self.json_schema)
-        return Grammar("json_schema", read_text(path, "JSON schema", "Check the path"))
 
 
 @dataclass(frozen=True)
@@ -651,7 +656,7 @@ class TuneOptions:
 class TuneSampling(SamplingOptions):
     """Options for choosing tokens during tuning. With `--train`, only the seed can be given."""
 
-    not_options: ClassVar[tuple[str, ...]] = ("logprobs",)
+    not_options: ClassVar[tuple[str, ...]] = ("logprobs", *SHAPES)
     max_new_tokens: int | None = 64
     seed: int | None = 0
 

@@ -7,20 +7,21 @@ import re
 import signal
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.text import Text
 
 from specgen.base.errors import SpecgenError
 from specgen.base.interrupts import ReportedInterrupt
-from specgen.base.types import SamplingParams
-from specgen.cli.opening import Opening, show_what_decodes
+from specgen.base.types import Round, SamplingParams
+from specgen.cli.opening import Opening, check_grammar, show_what_decodes
 from specgen.cli.options import DecodingGroup, ServeOptions, ServeOutput, ServeSampling
 from specgen.view import theme
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from rich.console import Console
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from specgen.serve.access import Access
 
 KEY_VARIABLE = "SPECGEN_API_KEY"
+_WARM_UP_ROUNDS = 8
 _PACKAGES = ("fastapi", "uvicorn")
 _TRIAL_PROMPT = "Write a short story about a lighthouse keeper who finds a message in a bottle."
 
@@ -39,6 +41,7 @@ def serve(
     wrong options and RunError for failures while running."""
     default = sampling.params()
     _check_packages()
+    check_grammar(default)
     opening = Opening.of(asked.method, asked.settings, models, default)
     access = _access(asked)
     err = theme.console(stderr=True, no_color=output.no_color)
@@ -136,8 +139,10 @@ def _warm_up(pair: Pair, name: str, settings: Mapping[str, Any], default: Sampli
     """Prepares a run as requests will start it, so that the first one need not wait for what has to
     be measured or loaded. Raises SpecgenError if the method cannot run."""
     request = pair.request("Hello", name, default, **settings)
-    for _ in pair.prepare(request).rounds():
-        pass
+    rounds = cast("Generator[Round]", pair.prepare(request).rounds())
+    with closing(rounds):
+        for _ in islice(rounds, _WARM_UP_ROUNDS):
+            pass
     pair.models.forget()
 
 

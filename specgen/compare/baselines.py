@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from specgen.base.settings import Setting
+from specgen.base.errors import SpecgenError
+from specgen.base.settings import Setting, Settings
+from specgen.base.types import SamplingParams
 from specgen.methods.base import DraftModelMethod, Method
 
 _DTYPE = {
@@ -41,13 +43,25 @@ _SETTINGS = {
 }
 
 
-class TransformersGenerate(Method):
+class _Baseline(Method):
+    """One of transformers' own methods, whose answers cannot be kept to a grammar."""
+
+    def check_request(self, settings: Settings, sampling: SamplingParams) -> None:
+        super().check_request(settings, sampling)
+        if sampling.grammar is not None:
+            raise SpecgenError(
+                f"{self.name} cannot keep its answers to a schema, an expression or a grammar",
+                "Leave it out of --methods",
+            )
+
+
+class TransformersGenerate(_Baseline):
     name = "transformers"
     paper = "transformers' generate"
     settings: ClassVar = _DTYPE
 
 
-class TransformersAssisted(DraftModelMethod):
+class TransformersAssisted(_Baseline, DraftModelMethod):
     name = "transformers-assisted"
     paper = "transformers' generate"
     settings: ClassVar = _SETTINGS

@@ -207,6 +207,11 @@ class Runner:
         }
         for name, value in (models | sampling).items():
             if name not in ("seed", "stop") and before.get(name) != value:
+                if name == "grammar":
+                    raise SpecgenError(
+                        f"{path} was made with another --json-schema, --regex or --grammar",
+                        "Give the same one, or start a new trace",
+                    )
                 option = "-n" if name == "max_new_tokens" else f"--{name.replace('_', '-')}"
                 message = f"{path} was made with {option} {before.get(name)}, and now it is {value}"
                 raise SpecgenError(message, f"Give the same {option}, or start a new trace")
@@ -376,6 +381,8 @@ class Runner:
         is_baseline = spec.is_baseline
         if is_baseline:
             from specgen.compare.transformers_generate import run_baseline
+
+            spec.choice.method.check_request(spec.choice.settings, sampling)
         settings = spec.choice.settings.values
         name = REFERENCE if is_baseline else spec.name
         given = {} if is_baseline else spec.choice.given

@@ -111,8 +111,8 @@ class _Service:
 
     async def chat(self, request: Request) -> Response:
         body = parsed(await _body(request), ChatRequest)
-        if body.response_format is not None:
-            await asyncio.to_thread(body.check_response_format)  # streams go on meanwhile
+        if body.asked_grammar is not None:
+            await asyncio.to_thread(body.check_grammar)  # streams go on meanwhile
         return await self._answer(request, body, body.asked(self._default), ChatAnswers)
 
     async def complete(self, request: Request) -> Response:

@@ -78,15 +78,15 @@ def _prediction(value: Any) -> Any:
 
 
 def _response_format(value: Any) -> Any:
-    """What an answer has to match, as a `Grammar`; None for any text. Whether the library takes it
-    is checked later, by `ChatRequest.check_response_format`."""
+    """What an answer has to match, as a `Grammar`; `_ANY_TEXT` for any text. Whether the library
+    takes it is checked later, by `ChatRequest.check_grammar`."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
+    if kind not in (_ANY_TEXT, "json_object", "json_schema"):
         raise ValueError("its type has to be text, json_object or json_schema")
-    if kind == "text":
-        return None
+    if kind == _ANY_TEXT:
+        return kind
     if kind == "json_object":
         return JSON_OBJECT
     described = value.get("json_schema")
@@ -137,6 +137,7 @@ def _without(problem: str, *neutral: Any) -> Any:
 
 
 _NO_TOOLS = "tools cannot be called here"
+_ANY_TEXT = "text"
 _RESPONSE_FORMAT = "a chat's response_format says what an answer has to match"
 Texts = Annotated[Any, BeforeValidator(_texts)]
 Limit = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -282,7 +283,8 @@ class ChatRequest(Common):
         None, description="the answer that is expected: it is drafted, which makes it faster"
     )
     response_format: Annotated[Any, BeforeValidator(_response_format)] = Field(
-        None, description="json_object, or json_schema with a schema that the answer has to match"
+        None,
+        description="json_object, json_schema with a schema that the answer has to match, or text",
     )
     tools: _without(_NO_TOOLS, []) = None  # type: ignore[valid-type]
     tool_choice: _without(_NO_TOOLS, "none", "auto") = None  # type: ignore[valid-type]
@@ -299,13 +301,17 @@ class ChatRequest(Common):
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def check_response_format(self) -> None:
+    @property
+    def asked_grammar(self) -> Grammar | None:
+        return self.response_format if isinstance(self.response_format, Grammar) else None
+
+    def check_grammar(self) -> None:
         """Raises ApiError (400) for a `response_format` that the library refuses. A large
         schema takes it so long that the event loop must not wait for it."""
-        if self.response_format is None:
+        if self.asked_grammar is None:
             return
         try:
-            check_grammar(self.response_format)
+            check_grammar(self.asked_grammar)
         except SpecgenError as error:
             problem = f"response_format: {error}"
             raise ApiError(400, problem, param="response_format") from error
@@ -317,7 +323,9 @@ class ChatRequest(Common):
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         conversation = [message.rendered for message in self.messages]
-        sampling = replace(self.sampling(default, LARGEST), grammar=self.response_format)
+        sampling = self.sampling(default, LARGEST)
+        if self.response_format is not None:
+            sampling = replace(sampling, grammar=self.asked_grammar)
         if self.logprobs:
             sampling = replace(sampling, logprobs=self.top_logprobs or 0)
         asked = _asked(self, [conversation], "messages", sampling)

@@ -143,13 +143,15 @@ def headline(report: Report) -> str:
 
 
 def _sampling_in_words(sampling: SamplingParams) -> str:
-    if sampling.greedy:
-        return "greedy"
-    words = f"temperature {sampling.temperature:g}"
-    for name, value in sampling.active_filters.items():
-        number = f"{value:g}" if isinstance(value, float) else str(value)
-        words += f", {name.replace('_', '-')} {number}"
-    return words
+    words = ["greedy"]
+    if not sampling.greedy:
+        words = [f"temperature {sampling.temperature:g}"]
+        for name, value in sampling.active_filters.items():
+            number = f"{value:g}" if isinstance(value, float) else str(value)
+            words.append(f"{name.replace('_', '-')} {number}")
+    if sampling.grammar is not None:
+        words.append(sampling.grammar.in_words)
+    return ", ".join(words)
 
 
 # the result in words

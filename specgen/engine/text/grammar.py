@@ -22,7 +22,6 @@ from specgen.engine.forward_pass import path_to
 from specgen.engine.text.token_bytes import NoTokenBytes, TokenBytes, token_bytes
 from specgen.engine.text.tokenizer import Tokenizer
 
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "grammar": "grammar"}
 _SPECIAL = b"\xff"  # what the library takes for the beginning of a special token
 # Of the library's end-of-sequence token, which no model has: the models' own are allowed where the
 # library allows it.
@@ -151,13 +150,13 @@ class GrammarConstraint:
         first = self._after(())
         if first.is_complete:
             raise SpecgenError(
-                f"only an empty output matches the {_NAMES[self.grammar.kind]}",
+                f"only an empty output matches the {self.grammar.in_words}",
                 "Check what it demands",
             )
         if first.forbidden is not None:
             return
         if self._is_dead_end:
-            problem = f"no output matches the {_NAMES[self.grammar.kind]}"
+            problem = f"no output matches the {self.grammar.in_words}"
             raise SpecgenError(problem, "Check what it demands")
         raise _refused(self.grammar, self._problem)
 
@@ -281,7 +280,7 @@ class GrammarConstraint:
 
     def _stuck(self) -> RunError:
         """The error to raise where the output cannot be continued."""
-        name = _NAMES[self.grammar.kind]
+        name = self.grammar.in_words
         if self._is_dead_end:
             return RunError(
                 f"the answer has come to where no token can continue it as the {name} demands",
@@ -328,9 +327,7 @@ def _value(text: str) -> Any:
 
 
 def _refused(grammar: Grammar, message: str) -> SpecgenError:
-    return SpecgenError(
-        f"the {_NAMES[grammar.kind]} cannot be used: {_reason(message)}", "Correct it"
-    )
+    return SpecgenError(f"the {grammar.in_words} cannot be used: {_reason(message)}", "Correct it")
 
 
 def _reason(message: str) -> str:
