@@ -30,7 +30,8 @@ UNSAFE = re.compile(
 SUMMARY = (
     "type method text token_ids new_tokens finish_reason seconds tokens_per_second "
     "decode_tokens_per_second prompt_tokens_per_second rounds target_passes "
-    "drafted accepted acceptance_rate draft_share harmonic_mean block_efficiency "
+    "drafted accepted acceptance_rate draft_share copied copied_accepted "
+    "harmonic_mean block_efficiency "
     "mean_accepted_run perplexity joules_per_token "
     "gross_joules_per_token ties "
     "energy phase_seconds"

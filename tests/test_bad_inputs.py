@@ -149,6 +149,12 @@ LIGHT = [
     ),
     generate("-m eesd-tree --set nodes=9 --set width=1", "nodes is 9, but width is 1"),
     generate("-m pearl --set cape=true", "pearl has no setting 'cape'"),
+    generate("-m svip --set copy=0", "copy is 0", "between 1 and 32"),
+    generate("-m eagle:copy=always", "copy is 'always'", "a whole number or auto or off"),
+    *(
+        generate(f"-m {name} --set copy=auto", f"{name} has no setting 'copy'")
+        for name in ("pearl", "spectr", "ouroboros")
+    ),
     generate("-m sd --set every=2", "sd has no setting 'every'"),
     generate("-m spectr --set policy=cali-ts", "its drafter does not compute predicted_acceptance"),
     generate(

@@ -16,6 +16,7 @@ from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.decoding.parallel_costs import Window
 from specgen.engine.model_runner import ModelRunner
+from specgen.methods import copying
 from specgen.testing.enumeration import (
     PROMPT,
     ROUNDING,
@@ -195,6 +196,26 @@ NGRAMS = [
     Case("ouroboros", {"k": 3, "ngram": 3, "branches": 1, "window": 1}, 4, seed=1),
 ]
 
+# copied drafts, which are not drawn, and those of a model
+COPIES = [
+    Case("sd", {"k": 2, "copy": 2}, 5),
+    Case("sd", {"k": 2, "copy": "auto"}, 4, THREE, {"top_p": 0.9}, eos=(2,), zero=True),
+    Case("sd", {"policy": "confidence", "max_draft": 3, "copy": "auto"}, 4, seed=1),
+    Case(
+        "sd",
+        {"policy": "adaptive", "draft_cost": 0.3, "verify_cost": 0, "copy": 2, "max_draft": 2},
+        4,
+        seed=1,
+    ),
+    Case("sd", {"k": 2, "width": 2, "copy": 2}, 4, THREE),
+    Case("sd", {"k": 2, "cape": True, "copy": "auto"}, 3, THREE),
+    Case("eesd", {"policy": "fixed", "k": 2, "copy": "auto"}, 4, seed=2),
+    Case("medusa", {"k": 2, "nodes": 4, "copy": 2}, 4, THREE, {"top_p": 0.9}),
+    Case("eagle", {"k": 2, "width": 2, "nodes": 3, "copy": "auto"}, 4, THREE, seed=1),
+    Case("mtp", {"k": 2, "copy": 2}, 4, THREE),
+    Case("block", {"k": 2, "copy": "auto"}, 5, eos=(1,)),
+]
+
 
 # Lossless methods without a case: the method whose cases cover theirs, and why.
 COVERED = {
@@ -209,7 +230,7 @@ COVERED = {
 
 
 def test_every_lossless_method_has_a_case() -> None:
-    cases = [*CHAINS, *POLICIES, *PARALLEL, *TREES, *NGRAMS]
+    cases = [*CHAINS, *POLICIES, *PARALLEL, *TREES, *NGRAMS, *COPIES]
     own = {methods.find(case.method).alias_of or case.method for case in cases}
     lossless = {name for name, method in methods.METHODS.items() if method.lossless}
     assert lossless - own == COVERED.keys(), (
@@ -279,6 +300,39 @@ def test_trees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", NGRAMS, ids=str)
 def test_ngram_pools(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case) < ROUNDING
+
+
+@pytest.fixture
+def early_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `copy=auto`, short matches are copied from the first rounds on."""
+    monkeypatch.setattr(copying, "_SHORTEST_MATCH", 2)
+    monkeypatch.setattr(copying, "_FIRST_ACCEPTED", 0.7)
+
+
+@pytest.mark.parametrize("case", COPIES, ids=str)
+@pytest.mark.usefixtures("early_copies")
+def test_copies_before_a_model(case: Case) -> None:
+    assert distance(case) < ROUNDING
+
+
+@pytest.mark.parametrize("case", COPIES, ids=str)
+@pytest.mark.usefixtures("early_copies")
+def test_both_sources_draft_in_these_cases(case: Case) -> None:
+    target, draft = case.models
+    sources = set()
+    for seed in range(20):
+        run = scripted_run(
+            case.method,
+            case.settings,
+            target,
+            draft,
+            case.sampling,
+            eos=case.eos,
+            seed=seed,
+            prompt=PROMPT,
+        )
+        sources |= {round_.draft.is_copied for round_ in run.rounds() if round_.draft.tokens}
+    assert sources == {True, False}
 
 
 @pytest.mark.parametrize("settings", [{"k": 2}, {"k": 2, "width": 2}])

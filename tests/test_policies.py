@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 from random import Random
 from types import SimpleNamespace
@@ -24,10 +24,10 @@ from specgen.decoding import policy_base as policy_module
 from specgen.decoding import run as run_module
 from specgen.decoding.policy_base import LONGEST_DRAFT, DraftedToken, Fixed, LengthPolicy
 from specgen.engine.model_runner import ModelOutput
-from specgen.methods.adaptive import Adaptive, _copied_score
+from specgen.methods.adaptive import Adaptive
+from specgen.methods.copying import PromptLookupDrafter
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import AdaptiveInputs, DraftingCosts, Learned
-from specgen.methods.lookup import PromptLookupDrafter
 from specgen.methods.selfsd import SelfSD
 from specgen.methods.svip import SVIP
 from specgen.methods.thompson import BetaTS, CaliTS
@@ -192,9 +192,7 @@ def test_a_draft_of_prompt_lookup_has_the_length_of_the_largest_gain() -> None:
         made = Adaptive(AUTO, AUTO, 3.0, 6, AdaptiveInputs(costs, learned))
         for _ in range(rng.randrange(60)):
             made.observe_match(rng.randint(1, 20), rng.randrange(3), ended=rng.random() < 0.6)
-        acceptances = [
-            learned.lookup.predict(_copied_score(match + position)) for position in range(6)
-        ]
+        acceptances = list(islice(learned.lookup.of_matches(match), 6))
         # expected accepted tokens of each length
         values = enumerate(accumulate(accumulate(acceptances, mul)), 1)
         gains = [

@@ -27,16 +27,16 @@ class Setting:
     """The definition of one parameter. Its values have the type of `default`, from `low` to `high`
     (both allowed).
 
-    If `word` is given, such as `auto`, values are integers (numbers, if `fractional`) or this word.
-    `choices` are the allowed strings; empty allows any. `tuned` are the values that `specgen tune`
-    tries; if empty, it keeps the default.
+    If `words` are given, such as `auto`, values are integers (numbers, if `fractional`) or one of
+    these words. `choices` are the allowed strings; empty allows any. `tuned` are the values that
+    `specgen tune` tries; if empty, it keeps the default.
     """
 
     default: Value
     help: str
     low: float = -math.inf
     high: float = math.inf
-    word: str | None = None
+    words: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     tuned: Sequence[Value] = ()
     fractional: bool = False
@@ -45,7 +45,7 @@ class Setting:
         """Converts `value`, a string or a Python value, to this setting's type (bool, int, float or
         str, the type of `default`).
 
-        If the setting has a `word`, returns that word or a number. `name` is the setting's name in
+        If the setting has `words`, returns one of them or a number. `name` is the setting's name in
         error messages. Raises SpecgenError if the value has the wrong type, is out of bounds, is
         empty although the default is not, or is none of the `choices`.
         """
@@ -54,9 +54,9 @@ class Setting:
             if text not in _BOOLEANS:
                 raise SpecgenError(f"{name} is {value!r}", "It has to be true or false")
             return _BOOLEANS[text]
-        if self.word is not None and value == self.word:
-            return self.word
-        if self.word is None and isinstance(self.default, str):
+        if isinstance(value, str) and value in self.words:
+            return value
+        if not self.words and isinstance(self.default, str):
             if not str(value).strip() and self.default:
                 raise SpecgenError(f"{name} is empty", f"Give a value, or leave {name} out")
             if self.choices and str(value) not in self.choices:
@@ -64,7 +64,7 @@ class Setting:
                     f"{name} is {value!r}", f"It has to be one of {', '.join(self.choices)}"
                 )
             return str(value)
-        is_whole = isinstance(self.default, int) or (self.word is not None and not self.fractional)
+        is_whole = isinstance(self.default, int) or (self.words and not self.fractional)
         number: int | float
         try:
             if isinstance(value, bool):
@@ -72,8 +72,8 @@ class Setting:
             number = int(str(value).strip()) if is_whole else float(str(value).strip())
         except ValueError:
             wanted = "a whole number" if is_whole else "a number"
-            wanted += f" or {self.word}" if self.word else ""
-            raise SpecgenError(f"{name} is {value!r}", f"It has to be {wanted}") from None
+            allowed = " or ".join([wanted, *self.words])
+            raise SpecgenError(f"{name} is {value!r}", f"It has to be {allowed}") from None
         if not self.low <= number <= self.high:  # false for NaN too
             raise SpecgenError(
                 f"{name} is {value}",

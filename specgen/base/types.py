@@ -275,7 +275,8 @@ class Draft:
     a tree), given that all before it are accepted; NaN where it predicted none, and empty for a
     policy that predicts nothing. `forced` counts the first and the last tokens that a grammar
     leaves no choice about: no model drafted them (entropy 0, top probability 1), and the length
-    policy does not know of them.
+    policy does not know of them. `is_copied`: the tokens were copied from the context by a method
+    that also drafts with a model.
     """
 
     tokens: Sequence[int] = ()
@@ -290,6 +291,7 @@ class Draft:
     predicted: Sequence[float] = ()
     judged: int | None = None
     forced: tuple[int, int] = (0, 0)
+    is_copied: bool = False
 
     @classmethod
     def chain(cls, tokens: Sequence[int], **fields: Any) -> Self:
@@ -348,7 +350,12 @@ class Draft:
             name: None if values is None else values[start:stop]
             for name, values in of_tokens.items()
         }
-        return Draft.chain(self.tokens[start:stop], stop_reason=self.stop_reason, **parts)
+        return Draft.chain(
+            self.tokens[start:stop],
+            stop_reason=self.stop_reason,
+            is_copied=self.is_copied,
+            **parts,
+        )
 
     def with_predictions(self, predictions: Sequence[float]) -> Draft:
         """Returns this draft with `predicted` set to `predictions`: an acceptance probability for

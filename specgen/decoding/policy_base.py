@@ -78,8 +78,9 @@ class LengthPolicy:
     to the signals that the policy needs only if the setting is true. Signals in `preferred_signals`
     are read only where the drafter computes them. `reads_costs`: the constructor also takes
     `inputs`, the costs of drafting. `learns_from_tokens`: the policy's state depends on the drafted
-    tokens, not only on how many were accepted. `unmeasured` are settings with which nothing has to
-    be measured before a run.
+    tokens, not only on how many were accepted. `decides_copies`: the policy also decides in which
+    rounds tokens are copied from the context instead of drafted by a model. `unmeasured` are
+    settings with which nothing has to be measured before a run.
 
     `predictions` are the acceptance probabilities that the policy predicted for the tokens of the
     last draft; empty if it predicts none. `seconds` is the time that the policy and the acceptance
@@ -95,6 +96,7 @@ class LengthPolicy:
     preferred_signals: ClassVar[Signals] = frozenset()
     reads_costs: ClassVar[bool] = False
     learns_from_tokens: ClassVar[bool] = False
+    decides_copies: ClassVar[bool] = False
     unmeasured: ClassVar[Mapping[str, Value]] = {}
     predictions: Sequence[float] = ()
     reason: str = ""
@@ -115,6 +117,12 @@ class LengthPolicy:
         policy whose limit has another name overrides this.
         """
         return min(int(getattr(self, limit, LONGEST_DRAFT)) for limit in ("k", "max_draft"))
+
+    @property
+    def for_model(self) -> LengthPolicy:
+        """The policy that ends a model's drafts, where this one ends only copied ones; itself,
+        where it ends both."""
+        return self
 
     def starts_draft(
         self,

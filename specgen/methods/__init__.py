@@ -333,7 +333,7 @@ def resolve(
             with suppress(SpecgenError):
                 return resolve(method, given, has_predictor=False)
             raise
-    wanted = dict(given)
+    wanted = _with_present_names(method, given)
     policy = _take_policy(method, wanted, has_predictor=has_predictor)
     known = known_settings(method, policy)
     for name in wanted:
@@ -348,6 +348,22 @@ def resolve(
     _check_signals(method, policy, values)
     _check_combination(method, policy, given, values)
     return Settings(policy, values)
+
+
+def _with_present_names(method: Method, given: Mapping[str, object]) -> dict[str, object]:
+    """Returns the settings with those under an older name (`Method.older_settings`) under the
+    present one. Raises SpecgenError if one is given under both."""
+    wanted = dict(given)
+    for older, (present, values) in method.older_settings.items():
+        if older not in wanted:
+            continue
+        value = Setting(True, "").parse(older, wanted.pop(older))
+        if present in wanted:
+            raise SpecgenError(
+                f"{older} is an older name of {present}, and both are given", f"Leave {older} out"
+            )
+        wanted[present] = values[bool(value)]
+    return wanted
 
 
 def _take_policy(

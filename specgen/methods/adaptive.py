@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from specgen.base.errors import SpecgenError
 from specgen.base.part_kinds import DEFAULT_PART, MTP
 from specgen.base.settings import Setting, Value
-from specgen.base.types import Context, Draft
 from specgen.decoding.policy_base import (
     DRAFT_SIGNALS,
     MATCH_LENGTH,
@@ -45,9 +43,10 @@ from specgen.methods.base import (
     make_run,
     make_setup,
 )
+from specgen.methods.copying import LONGEST_NGRAM, OFF, copy_setting
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import OPTION, AdaptiveInputs, DraftingGuard
-from specgen.methods.lookup import PromptLookupDrafter, ngram_setting
+from specgen.methods.lookup import ngram_setting
 from specgen.methods.model_drafts import model_drafter
 from specgen.methods.readiness import KnownModels, Readiness
 
@@ -69,9 +68,6 @@ _FOLLOWING = (1.27, 0.81, 0.12, 0.30)
 _TOKEN_BY_TEMPERATURE = (-0.14, -1.82, -0.16, -1.10)
 _FOLLOWING_BY_TEMPERATURE = (1.67, -0.56, -0.28, -1.50)
 _HIGHEST_TEMPERATURE = 1.0  # a higher one counts as this
-# score of a copied token: a constant and the weight of ln(match length); fitted to the bundled
-# target
-_COPIED = (-1.2, 0.8)
 # probabilities are kept between these
 _SMALLEST = 1e-3
 _LARGEST = 1 - 1e-3
@@ -102,11 +98,6 @@ def weights_at(temperature: float, greedy: Weights, by_temperature: Weights) -> 
     return constant, first, second, third
 
 
-@cache
-def _copied_score(match_length: int) -> float:
-    return _COPIED[0] + _COPIED[1] * math.log(match_length)
-
-
 # A drafted token (a level of a tree) that is not judged yet: its two scores and the probability
 # that it is accepted.
 _Step = tuple[float, float, float]
@@ -126,6 +117,7 @@ class Adaptive(LengthPolicy):
     name = ADAPTIVE
     reads_costs = True
     learns_from_tokens = True
+    decides_copies = True
     unmeasured: ClassVar = {"draft_cost": 0, "verify_cost": 0}
     source = "optimal stopping by cost; SpecDec++, Huang et al. 2024, section 4"
     preferred_signals = frozenset({"entropy", "top_prob"})
@@ -135,11 +127,11 @@ class Adaptive(LengthPolicy):
             "cost of a drafted token in target passes; auto: measured",
             0,
             100,
-            AUTO,
+            (AUTO,),
             fractional=True,
         ),
         "verify_cost": Setting(
-            AUTO, "cost of verifying one more token, likewise", 0, 100, AUTO, fractional=True
+            AUTO, "cost of verifying one more token, likewise", 0, 100, (AUTO,), fractional=True
         ),
         "exploration": Setting(
             6.0, "target passes that drafting may lose before it pauses", 0.1, 1000
@@ -234,8 +226,7 @@ class Adaptive(LengthPolicy):
         survival = 1.0
         cost = self._costs.verify
         self.reason = f"limit {self.max_draft}"
-        while len(copied) < self.max_draft:
-            acceptance = self.learned.lookup.predict(_copied_score(match_length + len(copied)))
+        for acceptance in islice(self.learned.lookup.of_matches(match_length), self.max_draft):
             survival *= acceptance
             worth = survival * self.learned.worth
             if worth <= max(cost, _UNLIKELY):  # each token after it is worth less
@@ -321,8 +312,7 @@ class Adaptive(LengthPolicy):
         self._copied = None
 
     def observe_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
-        for position in range(agreed + ended):
-            self.learned.lookup.learn(_copied_score(match_length + position), position < agreed)
+        self.learned.lookup.learn_match(match_length, agreed, ended=ended)
 
     def observe_seconds(
         self, levels: int, drafting: float, tokens: int, verification: float
@@ -341,39 +331,6 @@ class Adaptive(LengthPolicy):
         return {"worth": self.learned.worth, "gain": self.learned.mean_gain}
 
 
-class HybridDrafter:
-    """Drafts by prompt lookup or with a draft model, as the length policy decides in each round.
-
-    The policy is first asked whether to copy text of the context, and if it does not, whether to
-    run the draft model; `adaptive` compares what both are expected to gain. `model` is None if
-    there is no draft model. The reason why a draft of prompt lookup ended begins with `lookup:`.
-    Only the model drafts after `forced` tokens, which a grammar leaves no choice about.
-    """
-
-    def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
-        self._lookup = lookup
-        self._model = model
-        self.takes_forced: bool = getattr(model, "takes_forced", False)
-
-    def propose(
-        self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
-    ) -> Draft:
-        if forced:
-            model: Any = self._model
-            drafted: Draft = model.propose(context, policy, limit, forced=forced)
-            return drafted
-        copied = self._lookup.propose(context, policy, limit, is_last=self._model is None)
-        if self._model is not None and not copied.tokens:
-            drafted = self._model.propose(context, policy, limit)
-            if drafted.stop_reason is not None:
-                return drafted
-            # the draft model has no room for this context
-            copied = self._lookup.propose(context, policy, limit)
-        if not copied.tokens:
-            return copied
-        return replace(copied, stop_reason=f"lookup: {copied.stop_reason}")
-
-
 class AdaptiveMethod(DraftModelMethod):
     """Drafts by prompt lookup or with a model, whichever is expected to gain more in a round.
 
@@ -388,9 +345,10 @@ class AdaptiveMethod(DraftModelMethod):
     drafts_without_model = True
     signals = DRAFT_SIGNALS | {MATCH_LENGTH}
     settings: ClassVar = {
-        "lookup": Setting(True, "also draft by prompt lookup, where this gains more"),
-        **ngram_setting(5),
+        **copy_setting(AUTO, "where this gains more"),
+        **ngram_setting(LONGEST_NGRAM),
     }
+    older_settings: ClassVar = {"lookup": ("copy", {True: AUTO, False: OFF})}
     loading: ClassVar = Loading("here", find=True)
     tuning = Tuning("model", recorded=True)
 
@@ -401,18 +359,13 @@ class AdaptiveMethod(DraftModelMethod):
             runners = models.with_part(MTP, DEFAULT_PART)
         if runners is None:
             runners = models.plain()
-        values = request.settings.values
-        if runners.draft is None and not values["lookup"]:
+        if runners.draft is None and request.settings.values["copy"] == OFF:
             raise self.without_part(None)
 
         setup = make_setup(models, request, runners)
         drafter: Drafter | None = None
         if setup.draft is not None:
             drafter = model_drafter(setup, request.settings)
-        if values["lookup"]:
-            lookup = PromptLookupDrafter(int(values["ngram"]), setup.eos_ids)
-            drafter = HybridDrafter(lookup, drafter)
-        assert drafter is not None
         return make_run(models, request, setup, drafter)
 
     def check(self, models: KnownModels) -> Readiness:
@@ -426,5 +379,5 @@ class AdaptiveMethod(DraftModelMethod):
         return f"{MTP} drafts" if models.has_part(MTP) else "no draft model"
 
     def without_part(self, target: str | None) -> SpecgenError:
-        message = f"{self.name} with lookup=false needs a draft model, and there is none"
-        return SpecgenError(message, "Name one with --draft, or take lookup=true")
+        message = f"{self.name} with copy=off needs a draft model, and there is none"
+        return SpecgenError(message, "Name one with --draft, or take copy=auto")

@@ -16,6 +16,7 @@ from specgen.base.seeds import derive_seed
 from specgen.base.settings import Setting, Settings, Value, written
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.policy_base import Fixed, LengthPolicy, Signals
+from specgen.methods.copying import with_copies
 from specgen.methods.drafting_knowledge import COPYING, DraftingCase, DraftingKnowledge
 from specgen.methods.readiness import KnownModels, Readiness
 
@@ -160,7 +161,8 @@ class Method:
     choose another one with `policy=NAME`. `policy_without_predictor` replaces `policy` if the exit
     layer has no acceptance predictor. `signals` are the numbers about a drafted token that the
     drafter computes for policies. `defaults` maps the name of a length policy to the default values
-    of settings that differ with this policy. `lossless`: the output is the target's own.
+    of settings that differ with this policy. `older_settings` maps an older name of a boolean
+    setting to its present name and the values there. `lossless`: the output is the target's own.
 
     `drafts_without_model`: it also drafts where there is no draft model. `is_parallel`: drafts are
     made during the target's passes. `grows_trees`: all drafts may be trees. `decodes_greedily`: it
@@ -179,6 +181,7 @@ class Method:
     policy_without_predictor: ClassVar[str | None] = None
     signals: ClassVar[Signals] = frozenset()
     defaults: ClassVar[Mapping[str, Mapping[str, Value]]] = {}
+    older_settings: ClassVar[Mapping[str, tuple[str, Mapping[bool, Value]]]] = {}
     lossless: ClassVar[bool] = True
     drafts_without_model: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = False
@@ -435,7 +438,7 @@ def make_run(
     models: Models,
     request: Request,
     setup: Setup,
-    drafter: Drafter,
+    drafter: Drafter | None,
     *,
     policy: LengthPolicy | None = None,
     verifier: Verifier | None = None,
@@ -443,7 +446,8 @@ def make_run(
     settings: Settings | None = None,
     costs: ParallelCosts | None = None,
 ) -> Run:
-    """Puts a run together from what is the method's own; for `costs` see `Run`.
+    """Puts a run together from what is the method's own; for `costs` see `Run`. The setting `copy`
+    adds copied drafts; `drafter` None: there are no others.
 
     None stands for what most methods share: the request's policy, a lossless verifier, the schedule
     `sequential` with its passes compared with measured ones (`Models.checked`), and the request's
@@ -453,6 +457,10 @@ def make_run(
     sampling = request.sampling
     if verifier is None:
         verifier = lossless_verifier(setup, "target")
+    if policy is None:
+        policy = make_policy(models, request, setup)
+    drafter, policy = with_copies(drafter, policy, request.settings.values, setup.eos_ids)
+    assert drafter is not None
     constraint = None if sampling.grammar is None else models.constraint(sampling)
     forced = None
     if constraint is not None:
@@ -464,7 +472,7 @@ def make_run(
         context=Context(request.prompt_ids, sampling.penalties, constraint),
         target=setup.target,
         drafter=drafter,
-        policy=make_policy(models, request, setup) if policy is None else policy,
+        policy=policy,
         verifier=verifier,
         schedule=models.checked(decoding.sequential) if schedule is None else schedule,
         limit=request.limit,

@@ -10,7 +10,7 @@ from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import MODEL_SIGNALS
 from specgen.methods.base import PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import ADAPTIVE_GRID, HEAD, SVIP_GRID
+from specgen.methods.model_drafts import ADAPTIVE_GRID, COPY, HEAD, SVIP_GRID
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter
@@ -39,6 +39,7 @@ class Block(PartMethod):
             0, "rows of the head's pass, fewer than in its training; 0: as trained", 0, 256
         ),
         **HEAD,
+        **COPY,
     }
     defaults: ClassVar = {"fixed": {"k": 7}}
     tuning = Tuning(

@@ -13,6 +13,7 @@ from specgen.methods.model_drafts import (
     ADAPTIVE_GRID,
     CAPE,
     CAPE_GRID,
+    COPY,
     HEAD,
     SVIP_GRID,
     HeadMethod,
@@ -26,7 +27,7 @@ class Eagle(HeadMethod):
     name = "eagle"
     paper = "EAGLE-2 and EAGLE-3, Li et al. 2024, 2025"
     needs = "eagle"
-    settings: ClassVar = tree_settings(4, 10, 10) | CAPE | HEAD
+    settings: ClassVar = tree_settings(4, 10, 10) | CAPE | HEAD | COPY
     defaults: ClassVar = {"svip": {"every": 2}}
     tuning = Tuning(
         "eagle",

@@ -29,6 +29,7 @@ from specgen.methods.base import ADAPTIVE, Grid, Loading, PartMethod, Tuning, ma
 from specgen.methods.model_drafts import (
     ADAPTIVE_GRID,
     CAPE,
+    COPY,
     SVIP_GRID,
     model_drafter,
     tree_settings,
@@ -78,7 +79,7 @@ class EESD(PartMethod):
     policy: ClassVar[str | None] = ADAPTIVE
     any_policy = True
     signals = MODEL_SIGNALS
-    settings: ClassVar = tree_settings(1, "auto") | CAPE | _EXIT
+    settings: ClassVar = tree_settings(1, "auto") | CAPE | _EXIT | COPY
     loading: ClassVar = Loading()
     tuning = Tuning("exit", recorded=True, grids=_GRIDS, shapes=(_TREES,))
 

@@ -13,6 +13,7 @@ from specgen.methods.model_drafts import (
     ADAPTIVE_GRID,
     CAPE,
     CAPE_GRID,
+    COPY,
     HEAD,
     SVIP_GRID,
     HeadMethod,
@@ -23,7 +24,7 @@ class GliDe(HeadMethod):
     name = "glide"
     paper = "GliDe, Du et al. 2024"
     needs = "glide"
-    settings: ClassVar = CAPE | HEAD
+    settings: ClassVar = CAPE | HEAD | COPY
     tuning = Tuning(
         "glide", grids=({"k": (1, 2, 3, 4, 5, 6, 8)}, CAPE_GRID, SVIP_GRID, ADAPTIVE_GRID)
     )

@@ -6,10 +6,12 @@ Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from statistics import median
 
 from specgen.base.measuring import spread
@@ -25,6 +27,9 @@ LONGEST_PAUSE = 1024
 _MODEL_RATE = 0.8
 _LOOKUP_RATE = 0.5
 _COST_TOKENS = 10.0  # the worth that is assumed at first counts as much as this many tokens
+# score of a copied token: a constant and the weight of ln(match length); fitted to the bundled
+# target
+_COPIED = (-1.2, 0.8)
 # sums over rounds are multiplied by this for each round, sums of gains for each draft
 _FADING = 0.97
 _IDLE_FADING = 0.98  # sums of gains are multiplied by this for each round without a draft
@@ -382,6 +387,30 @@ class Acceptance:
         self.offset += residual / (self.information + self.strength)
 
 
+@dataclass(slots=True)
+class CopiedAcceptance(Acceptance):
+    """Predicts whether tokens that are copied from the context are accepted, from the lengths of
+    their matches: how many tokens before a token equal those before the one that it copies."""
+
+    strength: float = 10.0
+
+    def of_matches(self, match_length: int) -> Iterator[float]:
+        """Yields the acceptance probability of each copied token after a match, given that those
+        before it are accepted. Endless: each copied token makes the match longer."""
+        for length in itertools.count(match_length):
+            yield self.predict(_copied_score(length))
+
+    def learn_match(self, match_length: int, agreed: int, *, ended: bool) -> None:
+        """Learns how well a match predicted: see `LengthPolicy.observe_match`."""
+        for position in range(agreed + ended):
+            self.learn(_copied_score(match_length + position), position < agreed)
+
+
+@cache
+def _copied_score(match_length: int) -> float:
+    return _COPIED[0] + _COPIED[1] * math.log(match_length)
+
+
 def _probability(odds: float) -> float:
     return 1 / (1 + math.exp(-odds)) if odds > -700 else 0.0
 
@@ -448,7 +477,7 @@ class Learned:
     trust: float = _DRAFTS
     token: Acceptance = field(default_factory=lambda: Acceptance(5.0))
     following: Acceptance = field(default_factory=lambda: Acceptance(10.0))
-    lookup: Acceptance = field(default_factory=lambda: Acceptance(10.0))
+    lookup: CopiedAcceptance = field(default_factory=CopiedAcceptance)
     guard: DraftingGuard = field(default_factory=DraftingGuard)
     lookup_guard: DraftingGuard = field(default_factory=DraftingGuard)
 

@@ -12,7 +12,7 @@ from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import PartMethod, Tuning, make_run
-from specgen.methods.model_drafts import ADAPTIVE_GRID, HEAD
+from specgen.methods.model_drafts import ADAPTIVE_GRID, COPY, HEAD
 
 if TYPE_CHECKING:
     from specgen.decoding.run import Run
@@ -35,6 +35,7 @@ class Medusa(PartMethod):
             10, "tokens in the tree of candidates (63 in the paper); 0: a chain", 0, 1024
         ),
         **HEAD,
+        **COPY,
     }
     defaults: ClassVar = {"fixed": {"k": 4}}
     tuning = Tuning("medusa", grids=({"nodes": (0, 5, 10, 20), "k": (2, 3, 4)}, ADAPTIVE_GRID))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from specgen import decoding
@@ -9,6 +10,7 @@ from specgen.base.part_kinds import DEFAULT_PART
 from specgen.base.settings import Setting, Settings
 from specgen.decoding.policy_base import DRAFT_SIGNALS
 from specgen.methods.base import ADAPTIVE, DraftModelMethod, Grid, PartMethod, Tuning, make_run
+from specgen.methods.copying import OFF, copy_setting
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter, Setup
@@ -31,6 +33,7 @@ HEAD = {
         DEFAULT_PART, "the head's folder; auto: --head, or the one found for the target"
     )
 }
+COPY = copy_setting(OFF, "where more of it is expected to be accepted than of the model's drafts")
 ADAPTIVE_GRID: Grid = {"policy": (ADAPTIVE,)}
 SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
 
@@ -38,7 +41,7 @@ SVIP_GRID: Grid = {"policy": ("svip",), "threshold": (0.3, 0.4, 0.5, 0.7)}
 def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> dict[str, Setting]:
     """The settings of draft trees, with these default values. A `depth` of `auto` leaves the number
     of levels to the length policy."""
-    levels = Setting(depth, "levels of the tree; auto: the policy decides", 1, 64, "auto")
+    levels = Setting(depth, "levels of the tree; auto: the policy decides", 1, 64, ("auto",))
     if isinstance(depth, int):
         levels = Setting(depth, "most levels of the tree", 1, 64)
     return {
@@ -49,7 +52,7 @@ def tree_settings(width: int, depth: int | str, nodes: int | str = "auto") -> di
             "keep this many of all candidates, as EAGLE-2; auto: the width at each level",
             1,
             1024,
-            "auto",
+            ("auto",),
         ),
     }
 
@@ -92,6 +95,7 @@ class ChainMethod(DraftModelMethod):
     """A draft model drafts, until the length policy ends the draft; the target verifies."""
 
     signals = DRAFT_SIGNALS
+    settings: ClassVar[Mapping[str, Setting]] = COPY
     tuning: ClassVar[Tuning] = Tuning("model", recorded=True)
 
     def start(self, models: Models, request: Request) -> Run:

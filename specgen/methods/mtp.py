@@ -12,6 +12,7 @@ from specgen.methods.model_drafts import (
     ADAPTIVE_GRID,
     CAPE,
     CAPE_GRID,
+    COPY,
     SVIP_GRID,
     HeadMethod,
     tree_settings,
@@ -24,7 +25,7 @@ class MultiTokenPrediction(HeadMethod):
     paper = "multi-token prediction, DeepSeek-V3 2024"
     needs = MTP
     needed_part = "drafting layers in the target's files"
-    settings: ClassVar = tree_settings(1, "auto") | CAPE
+    settings: ClassVar = tree_settings(1, "auto") | CAPE | COPY
     defaults: ClassVar = {"fixed": {"k": 3}}
     tuning = Tuning(
         "mtp",

@@ -68,7 +68,7 @@ class Pearl(DraftModelMethod):
             "tokens drafted during a target pass; auto: the measured ratio of times",
             1,
             1000,
-            AUTO,
+            (AUTO,),
         ),
         "pre_verify": Setting(True, "verify a draft's first token while the rest is drafted"),
         "post_verify": Setting(True, "continue drafting while tokens are verified"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.methods.base import Grid, Tuning, make_run
-from specgen.methods.model_drafts import CAPE, CAPE_GRID, ChainMethod, tree_settings
+from specgen.methods.model_drafts import CAPE, CAPE_GRID, COPY, ChainMethod, tree_settings
 from specgen.methods.readiness import KnownModels, Readiness
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SpeculativeDecoding(ChainMethod):
     paper = "Leviathan et al. 2023"
     policy = "fixed"
     any_policy = True
-    settings: ClassVar = tree_settings(1, "auto") | CAPE | _TRANSLATION
+    settings: ClassVar = tree_settings(1, "auto") | CAPE | _TRANSLATION | COPY
     tuning = Tuning("model", recorded=True, shapes=(*_TREES, CAPE_GRID))
 
     def check(self, models: KnownModels) -> Readiness:

@@ -19,7 +19,7 @@ from specgen.methods.base import (
     make_setup,
     unlike_llama,
 )
-from specgen.methods.model_drafts import CAPE, model_drafter
+from specgen.methods.model_drafts import CAPE, COPY, model_drafter
 from specgen.methods.readiness import KnownModels, Readiness
 from specgen.methods.skip_search import NEW_TOKENS, find_skips, usual_skips
 from specgen.methods.transformers_policies import Confidence
@@ -79,7 +79,7 @@ class SelfSpeculativeDecoding(Method):
     policy = "selfsd"
     any_policy = True
     signals = DRAFT_SIGNALS
-    settings: ClassVar = {"skip": Setting("auto", _SKIP)} | CAPE
+    settings: ClassVar = {"skip": Setting("auto", _SKIP)} | CAPE | COPY
     unmeasured: ClassVar = {"skip": "0"}
     tuning = Tuning("skip", grids=())
 

@@ -4,7 +4,7 @@ target pass with the draft that it verified (in joint decoding several passes). 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ _COUNTS: Mapping[str, Callable[[Round], int]] = {
     "drafts": lambda round_: bool(round_.draft.tokens),
     "drafted": lambda round_: len(round_.draft.tokens),
     "accepted": lambda round_: len(round_.verdict.path),
+    "copied": lambda round_: len(round_.draft.tokens) * round_.draft.is_copied,
+    "copied_accepted": lambda round_: len(round_.verdict.path) * round_.draft.is_copied,
     "rejections": lambda round_: round_.verdict.source == "correction",
     "ties": lambda round_: round_.verdict.ties,
 }
@@ -33,6 +35,7 @@ _METRICS = (
         "acceptance_rate",
         "draft_share",
     ),
+    *("copied", "copied_accepted"),
     *("harmonic_mean", "block_efficiency", "mean_accepted_run", "perplexity", "joules_per_token"),
     "gross_joules_per_token",
 )
@@ -44,15 +47,16 @@ class Figures:
     metrics from them. More rounds or whole runs can be added. Rates are fractions from 0 to 1, None
     if nothing was drafted.
 
-    `drafts` counts the rounds with a draft, `ties` tokens that the target chose between equal
-    logits (half precision). `log_likelihood` (nats) is that of the generated tokens under the
-    target at temperature 1. `joules` are those beyond idle power; they and `gross_joules` are NaN
-    if the energy of one run is unknown. `capture_seconds` is the part of the time that went into
-    capturing CUDA graphs, which later runs need not do again. `unsplit_seconds` are those of runs
-    without times by phase. `prompt_tokens` are those of the prompts that were run, because no cache
-    held them; None: unknown or none. `prefill_seconds` is the time until the first tokens, of which
-    there are `prefill_tokens`; NaN if it is unknown for one run. `parallel`: drafts were made
-    during target passes (PEARL).
+    `drafts` counts the rounds with a draft. `copied` and `copied_accepted` count those of the
+    `drafted` and the `accepted` tokens that were copied (`Draft.is_copied`). `ties` counts tokens
+    that the target chose between equal logits (half precision). `log_likelihood` (nats) is that of
+    the generated tokens under the target at temperature 1. `joules` are those beyond idle power;
+    they and `gross_joules` are NaN if the energy of one run is unknown. `capture_seconds` is the
+    part of the time that went into capturing CUDA graphs, which later runs need not do again.
+    `unsplit_seconds` are those of runs without times by phase. `prompt_tokens` are those of the
+    prompts that were run, because no cache held them; None: unknown or none. `prefill_seconds` is
+    the time until the first tokens, of which there are `prefill_tokens`; NaN if it is unknown for
+    one run. `parallel`: drafts were made during target passes (PEARL).
     """
 
     method: str
@@ -63,6 +67,8 @@ class Figures:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    copied: int = 0
+    copied_accepted: int = 0
     rejections: int = 0
     ties: int = 0
     parallel: bool = False
@@ -113,7 +119,7 @@ class Figures:
             line.get("prompt_tokens_per_second")
         )
         # lines of earlier versions lack them
-        older = {"target_passes": line["rounds"], "rejections": 0, "ties": 0}
+        older = dict.fromkeys(_COUNTS, 0) | {"target_passes": line["rounds"]}
         self._add({**older, **line}, line["token_ids"], line["phase_seconds"] or {})
         self.unsplit_seconds += line["seconds"] if line["phase_seconds"] is None else 0.0
 
@@ -178,6 +184,19 @@ class Figures:
     def acceptance_rate(self) -> float | None:
         """Accepted tokens divided by drafted tokens (EESD Eq. 11)."""
         return _ratio(self.accepted, self.drafted)
+
+    @property
+    def rates_by_source(self) -> Sequence[tuple[float, int, str]]:
+        """The acceptance rate, the number of drafted tokens and the source in words, of copied
+        tokens and of the model's. Empty unless both have drafted."""
+        of_model = self.drafted - self.copied
+        if not self.copied or not of_model:
+            return ()
+        rate_of_model = (self.accepted - self.copied_accepted) / of_model
+        return (
+            (self.copied_accepted / self.copied, self.copied, "copied"),
+            (rate_of_model, of_model, "from the model"),
+        )
 
     @property
     def draft_share(self) -> float | None:

@@ -79,6 +79,7 @@ def round_line(
         "token_text": None if verdict.token is None else text_of([verdict.token]),
         "source": verdict.source,
         "stop_reason": draft.stop_reason,
+        "copied": draft.is_copied,
         "entropies": list(draft.entropies),
         "top_probs": list(draft.top_probs),
         "predicted": [None if math.isnan(share) else share for share in draft.predicted],

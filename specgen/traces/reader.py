@@ -149,6 +149,7 @@ class _RoundLine(BaseModel):
     token_text: str | None
     source: Source | None
     stop_reason: str | None
+    copied: bool = False
     entropies: _Figures = None
     top_probs: _Figures = None
     predicted: list[Annotated[float, Field(ge=0, le=1)] | None] | None = None  # one a level
@@ -306,6 +307,7 @@ def _traced_round(line: _RoundLine, index: int, where: str) -> TracedRound:
         top_probs,
         line.stop_reason,
         predicted=predicted,
+        is_copied=line.copied,
     )
     if predicted and len(predicted) != draft.levels:
         _refuse(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from specgen import methods
 from specgen.base.errors import SpecgenError, nearest
 from specgen.base.part_kinds import MTP
+from specgen.methods.copying import OFF
+from specgen.methods.drafting_knowledge import AUTO
 from specgen.tune.exports.engines import ENGINES
 from specgen.tune.exports.records import DRAFTERS, ExportedMethod, ExportedModels
 
@@ -179,7 +181,7 @@ def _method(
         drafter = name
     if not drafter or (method.uses_draft_model and models.draft is None):
         return None
-    copies = _copies(name, values) if copies is None else copies
+    copies = _copies(values) if copies is None else copies
     return ExportedMethod(name, values, drafter, policy, models, head, mean, copies)
 
 
@@ -190,14 +192,12 @@ def _draft_model(models: ExportedModels) -> str:
     return "pard" if models.is_pard else "model"
 
 
-def _copies(name: str, values: Mapping[str, Value]) -> int | None:
+def _copies(values: Mapping[str, Value]) -> int | None:
     """Returns `ExportedMethod.copies` of a method with these settings."""
-    if name == methods.ADAPTIVE:
-        return 0 if values["lookup"] else None
-    copy = values.get("copy", "off")
-    if copy == "off":
+    copy = values.get("copy", OFF)
+    if copy == OFF:
         return None
-    return 0 if copy == "auto" else int(copy)
+    return 0 if copy == AUTO else int(copy)
 
 
 def _stand_in(
@@ -220,7 +220,7 @@ def _stand_in(
         name = MTP  # with which `adaptive` drafts then
 
     values = methods.resolve(method, tuned[chosen].settings).values
-    copies = _copies(chosen, values)
+    copies = _copies(values)
     mean = tuned[chosen].draft_length
     if mean is None and name in tuned:
         settings = methods.resolve(methods.find(name), tuned[name].settings)
