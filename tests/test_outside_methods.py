@@ -258,7 +258,7 @@ WRONG = {
     "wrong:NoSetting": "the setting 'k' is no Setting, but 5",
     "wrong:Taken": "the setting 'temperature' needs another name",
     "wrong:Default": "the default of a setting is wrong: k is 5. It has to lie between 6 and 9",
-    "wrong:Good:k=5": "wrong:Good has no setting 'k'. It has none",
+    "wrong:Good:k=5": "wrong:Good has no setting 'k'. It has copy",
     "raises:Good": "the import of raises fails with ZeroDivisionError: division by zero",
     "ends:Good": "the import of ends fails with SystemExit: 3",
     "lacks:Good": "the import of lacks fails with ModuleNotFoundError: No module named 'nothing'",
