@@ -20,11 +20,20 @@ from pair_helpers import pair_of_models, pass_costs
 from tuning_helpers import GREEDY, PROMPTS
 
 from specgen.base.measuring import Sample
-from specgen.base.types import Context, Draft, SamplingParams
+from specgen.base.types import (
+    PHASES,
+    Context,
+    Draft,
+    Round,
+    SamplingParams,
+    Source,
+    Verdict,
+)
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.parallel_costs import LONGEST_WINDOW, ParallelCosts, Window
+from specgen.decoding.parallel_costs import LONGEST_WINDOW, Overlapping, ParallelCosts, Window
 from specgen.decoding.policy_base import LengthPolicy
+from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
 from specgen.methods import METHODS, pass_times, resolve
 from specgen.methods.pass_times import PassTimes, time_parallel_passes
@@ -177,6 +186,92 @@ def test_models_take_turns_where_overlapping_is_slower(
     for given_ in ({"window": 3}, {"post_verify": False}):
         named = near.prepare(near.request(PROMPTS[0], "pearl", GREEDY, **given_))
         assert isinstance(named.schedule, Parallel), "what the user names is run as it is"
+
+
+class ScriptedClock(Clock):
+    """A clock on which each round takes `seconds_of_round`."""
+
+    def __init__(self, seconds_of_round: float) -> None:
+        super().__init__(None)
+        self._seconds_of_round = seconds_of_round
+
+    def seconds(self) -> dict[str, float]:
+        return dict.fromkeys(PHASES, 0.0) | {"verify": self._seconds_of_round}
+
+
+def round_of(seconds: float, accepted: int, source: Source | None) -> Round:
+    """A round of PEARL that took so long."""
+    draft = Draft.chain([1] * accepted)
+    verdict = Verdict(tuple(range(accepted)), None if source is None else 2, source)
+    return Round(0, "post-verify", draft, verdict, {"verify": seconds}, {}, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("overlapping", "in_turn", "taken"),
+    [
+        # with drafts of 3, turns are expected to take (3 / 2 + 2) / 2.73 = 1.28 seconds for a token
+        (6.0, 4.0, [False, True, True, True]),
+        (6.0, 8.0, [False, True, False, False]),
+        (5.0, 9.0, [False, False, False, False]),
+    ],
+)
+def test_a_run_takes_turns_where_its_own_rounds_are_faster_so(
+    overlapping: float, in_turn: float, taken: list[bool]
+) -> None:
+    """Each round accepts 3 of 4 tokens, and gives 4. Seconds of a round are scripted."""
+    chooser = Overlapping(ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0), longest=40)
+    seen = []
+    for _ in taken:
+        seen.append(chooser.length_in_turn is not None)
+        for _ in range(16):
+            assert (chooser.length_in_turn is not None) == seen[-1]
+            seconds = overlapping if chooser.length_in_turn is None else in_turn
+            chooser.add(round_of(seconds, 3, "correction"))
+    assert seen == taken
+
+
+def test_turns_within_a_run_leave_its_tokens_as_they_are(
+    near: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 16 rounds that took long, the draft model drafts while the target waits."""
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
+    monkeypatch.setattr(
+        "specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0)
+    )
+    sampling = replace(GREEDY, max_new_tokens=150, ignore_eos=True)
+    plain = near.generate(PROMPTS[0], method="ar", sampling=sampling)
+    run = near.prepare(near.request(PROMPTS[0], "pearl", sampling))
+    assert isinstance(run.schedule, Parallel)
+    run.clock = ScriptedClock(100.0)
+    rounds = list(run.rounds())
+    assert [token for round_ in rounds for token in round_.token_ids] == plain.token_ids
+    modes = [round_.mode for round_ in rounds]
+    assert "pre-verify" in modes[1:17], "after a rejection"
+    assert modes[17:33] == ["post-verify"] * 16
+
+    seeded = replace(sampling, temperature=1.0, seed=3)
+    run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
+    assert isinstance(run.schedule, Parallel)
+    assert run.schedule.overlapping is None, "no text of a seed depends on the clock"
+
+
+@pytest.mark.parametrize("verification", [2.0, 3.0])
+def test_with_a_seed_the_profile_decides_whether_passes_overlap(
+    near: Pair, monkeypatch: pytest.MonkeyPatch, verification: float
+) -> None:
+    """Target passes take 3 seconds beside the draft model, and `verification` alone."""
+
+    def rounds(target_pass: float) -> RoundCosts:
+        drafting = CostTable({8: Curve({0: 0.0, 1: 0.5})})
+        return RoundCosts(drafting, CostTable({8: Curve({1: target_pass})}))
+
+    tuned = {"parallel": rounds(3.0), "model": rounds(verification)}
+    monkeypatch.setattr(near.measurements, "tuned_costs", tuned)
+    seeded = replace(GREEDY, temperature=1.0, seed=3)
+    run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
+    assert isinstance(run.schedule, Parallel) == (verification == 3.0)
+    monkeypatch.setattr(near.measurements, "tuned_costs", {"model": tuned["model"]})
+    assert isinstance(near.prepare(near.request(PROMPTS[0], "pearl", seeded)).schedule, Parallel)
 
 
 def test_tune_times_and_simulates_pearl_where_models_take_turns(

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.base.types import Context, Draft, Mode, Round
+from specgen.decoding.parallel_costs import Window
 from specgen.engine.devices import inference, synchronizer
 
 if TYPE_CHECKING:
     from specgen.base.measuring import PassCheck
-    from specgen.decoding.parallel_costs import ParallelCosts, Window
+    from specgen.decoding.parallel_costs import Overlapping, ParallelCosts
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Run
     from specgen.engine.forward_pass import ModelOutput
@@ -79,7 +80,8 @@ class Parallel:
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify`
     the draft model waits while they are verified. Both are ablations in the paper's Table 3.
     `costs` are the pass times that the window was computed from, None if the user gave the window;
-    `check` compares the run's passes with them, None: nothing is compared.
+    `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides in
+    the run whether the models take turns instead, None: they never do.
     """
 
     drafter: ParallelDrafter
@@ -88,6 +90,7 @@ class Parallel:
     post_verify: bool = True
     costs: ParallelCosts | None = None
     check: PassCheck | None = None
+    overlapping: Overlapping | None = None
 
     def ready(self) -> None:
         """Waits until the first round need not wait for the draft model's weights."""
@@ -103,9 +106,22 @@ class Parallel:
                 while run.finish_reason is None:
                     round_, unverified = step(run, unverified)
                     yield round_
+                    step = inference(self._following(round_)._step)
             finally:
                 if self.check is not None:
                     self.check.end()
+
+    def _following(self, round_: Round) -> Parallel:
+        """Returns the schedule of the round after this one: with drafts and target passes in turn,
+        if that is faster."""
+        if self.overlapping is None:
+            return self
+        self.overlapping.add(round_)
+        length = self.overlapping.length_in_turn
+        if length is None:
+            return self
+        window = Window(length, length)
+        return replace(self, window=window, pre_verify=False, post_verify=False, check=None)
 
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
         """Runs one step in its mode (PEARL, Algorithm 1): pre-verify, or post-verify if there are

@@ -9,15 +9,23 @@ together at no window or at a huge one: the window is then as long as verifying 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from specgen.decoding.costs import Curve
+
+if TYPE_CHECKING:
+    from specgen.base.types import Round
+    from specgen.decoding.costs import RoundCosts
 
 LONGEST_WINDOW = 64
 _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _HIGH_ACCEPTANCE = 0.9  # with which no longer window must pay
 # where a target pass takes long: how many times its expected number of tokens the draft may have
 _MARGIN = 1.5
+_PERIOD = 16  # rounds after which a run decides again whether passes overlap
+_SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
+_HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,31 @@ class ParallelCosts:
     draft_alone: float = 0.0
     target_alone: float = 0.0
     single_alone: float = 0.0
+
+    @classmethod
+    def of_rounds(
+        cls, overlapping: RoundCosts, in_turn: RoundCosts, context_length: int
+    ) -> ParallelCosts:
+        """Returns the seconds of passes by the costs of PEARL's rounds and of rounds that draft
+        with the same model first."""
+
+        def target_pass(tokens: int) -> float:
+            passes = overlapping.verification_cost.at(tokens, context_length)
+            return passes + overlapping.synchronisation_overhead
+
+        draft_pass = overlapping.draft_cost.at(1, context_length)
+        width = max(2, _rounded(target_pass(1) / draft_pass))
+        return cls(
+            draft_pass,
+            target_pass(width),
+            target_pass(1),
+            target_pass(2),
+            width,
+            context_length,
+            in_turn.draft_cost.at(width, context_length) / width,
+            in_turn.verification_cost.at(width, context_length),
+            in_turn.verification_cost.at(1, context_length),
+        )
 
     @property
     def ratio(self) -> float:
@@ -150,19 +183,24 @@ class ParallelCosts:
         post_verify = max(self.target_passes.at(window.size), window.size * self.draft_pass)
         post_verifies = _ACCEPTANCE / (1 - _ACCEPTANCE**window.size)
         own = (pre_verify + post_verifies * post_verify) * (1 - _ACCEPTANCE)
-        return self._seconds_in_turn(self.length_in_turn) / own
+        return self.seconds_in_turn(self.length_in_turn) / own
 
     @property
     def length_in_turn(self) -> int:
         """The length of drafts with the least time for each output token where the models take
         turns."""
-        return min(range(1, LONGEST_WINDOW + 1), key=self._seconds_in_turn)
+        return self.fastest_in_turn(_ACCEPTANCE)
 
-    def _seconds_in_turn(self, length: int) -> float:
+    def fastest_in_turn(self, acceptance: float) -> int:
+        """The same, for drafted tokens that are accepted with this probability."""
+        lengths = range(1, LONGEST_WINDOW + 1)
+        return min(lengths, key=lambda length: self.seconds_in_turn(length, acceptance))
+
+    def seconds_in_turn(self, length: int, acceptance: float = _ACCEPTANCE) -> float:
         """The expected time for each output token with drafts of a `length` and the models taking
         turns."""
         alone = Curve({self.width: self.target_alone, 1: self.single_alone})
-        tokens = (1 - _ACCEPTANCE ** (length + 1)) / (1 - _ACCEPTANCE)
+        tokens = (1 - acceptance ** (length + 1)) / (1 - acceptance)
         return (length * self.draft_alone + alone.at(length + 1)) / tokens
 
     @property
@@ -179,6 +217,69 @@ class ParallelCosts:
             "window": self.window.size,
             "first_window": self.window.first,
         }
+
+
+@dataclass(slots=True)
+class Overlapping:
+    """Decides in a run of PEARL whether the models' passes go on overlapping, by the seconds that
+    its rounds take for each token.
+
+    After each `_PERIOD` rounds of overlapping passes these seconds are compared with those of
+    rounds in turn: the measured ones of this run, or before there are any, those that `costs` (with
+    times of passes of one model alone) predict for the share of tokens that was accepted. Where
+    overlapping is slower, the models take turns for a period. They go on so unless this period
+    turns out to be slower than the one before. `length_in_turn` is the length of drafts, at most
+    `longest`, while the models take turns; None while passes overlap.
+    """
+
+    costs: ParallelCosts
+    longest: int
+    length_in_turn: int | None = None
+    _rounds: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _tokens: int = field(default=0, init=False)
+    _accepted: int = field(default=0, init=False)
+    _rejected: int = field(default=0, init=False)
+    # seconds for each token in the last period of the kind
+    _overlapping: float = field(default=0.0, init=False)
+    _in_turn: float | None = field(default=None, init=False)
+
+    def add(self, round_: Round) -> None:
+        """Counts a round, and at the end of a period decides how the next one drafts.
+
+        Rounds without the drafter do not count.
+        """
+        if round_.mode == "sequential":
+            return
+        self._rounds += 1
+        self._seconds += sum(round_.seconds.values())
+        self._tokens += len(round_.token_ids)
+        self._accepted += len(round_.accepted_ids)
+        self._rejected += round_.verdict.source == "correction"
+        if self._rounds < _PERIOD:
+            return
+
+        seconds = self._seconds / self._tokens
+        if self.length_in_turn is None:
+            self._overlapping = seconds
+            self.length_in_turn = self._faster_length(seconds)
+        else:
+            self._in_turn = seconds
+            if seconds > self._overlapping:
+                self.length_in_turn = None
+        self._rounds = self._tokens = self._accepted = self._rejected = 0
+        self._seconds = 0.0
+
+    def _faster_length(self, seconds: float) -> int | None:
+        """Returns the length of drafts with which turns are faster than overlapping passes, which
+        took so many seconds for each token; None if none is."""
+        acceptance = self._accepted / max(self._accepted + self._rejected, 1)
+        acceptance = min(acceptance, _HIGHEST_ACCEPTANCE)
+        length = min(self.costs.fastest_in_turn(acceptance), self.longest)
+        in_turn = self._in_turn
+        if in_turn is None:
+            in_turn = self.costs.seconds_in_turn(length, acceptance)
+        return length if seconds > _SLOWER * in_turn else None
 
 
 def usual_window(draft_cost: float) -> int:

@@ -23,6 +23,7 @@ from specgen.base.measuring import (
 from specgen.base.types import Context
 from specgen.decoding.parallel_costs import (
     LONGEST_WINDOW,
+    Overlapping,
     ParallelCosts,
     Window,
     usual_window,
@@ -62,7 +63,8 @@ class RunTimes:
     window, and `settings` are the request's with the window's size. `check` compares the run's
     passes with `costs`; None where the window does not follow from them. If the models should take
     turns, `length_in_turn` is the length of drafts then, and `settings` have it as the window; None
-    if their passes should overlap.
+    if their passes should overlap. `overlapping` decides in the run whether they go on doing so;
+    None where the user has named what overlaps, and where the run must not depend on times.
     """
 
     costs: ParallelCosts | None
@@ -70,6 +72,7 @@ class RunTimes:
     settings: Settings
     check: PassCheck | None
     length_in_turn: int | None = None
+    overlapping: Overlapping | None = None
 
     @classmethod
     def of(cls, models: Models, request: Request, worker: Worker) -> RunTimes:
@@ -78,17 +81,22 @@ class RunTimes:
         values = request.settings.values
         costs = _costs_for(models, request)
         window = _window(models, request, worker, costs)
+        is_ablation = not (values["pre_verify"] and values["post_verify"])
+        may_take_turns = values["window"] == AUTO and not is_ablation
+        deciding = costs or _tuned_costs(models, request)
+        if may_take_turns and deciding is not None and not deciding.overlaps:
+            length = deciding.length_in_turn
+            return cls(costs, window, request.settings.with_value("window", length), None, length)
         if values["window"] != AUTO or costs is None:
             return cls(costs, window, request.settings.with_value("window", window.size), None)
-        is_ablation = not (values["pre_verify"] and values["post_verify"])
-        if not (costs.overlaps or is_ablation):
-            length = costs.length_in_turn
-            return cls(costs, window, request.settings.with_value("window", length), None, length)
         check = models.kept(PassTimes).check(
             request.typical_length, request.sampling, record=request.record
         )
         settings = request.settings.with_value("window", costs.window.size)
-        return cls(costs, window, settings, check)
+        overlapping = None
+        if may_take_turns and costs.expected_gain is not None:
+            overlapping = Overlapping(costs, window.longest)
+        return cls(costs, window, settings, check, overlapping=overlapping)
 
     @property
     def checked_costs(self) -> ParallelCosts | None:
@@ -119,6 +127,20 @@ def _costs_for(models: Models, request: Request) -> ParallelCosts | None:
     return models.kept(PassTimes).costs(
         request.typical_length, request.sampling, record=request.record
     )
+
+
+def _tuned_costs(models: Models, request: Request) -> ParallelCosts | None:
+    """Returns the times of passes by the profile; None if it has none of overlapping passes, or of
+    passes in turn."""
+    costs = request.tuned_costs
+    if costs is None:
+        costs = models.measurements.tuned_costs
+    tuning = request.method.tuning
+    overlapping = costs.get(tuning.cost_kind)
+    in_turn = costs.get(tuning.drafts)
+    if overlapping is None or in_turn is None:
+        return None
+    return ParallelCosts.of_rounds(overlapping, in_turn, request.typical_length)
 
 
 def _window(
