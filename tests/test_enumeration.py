@@ -32,7 +32,7 @@ from specgen.testing.enumeration import (
 from specgen.testing.scripted_models import scripted_run
 
 THREE = (3, 3)
-CHAINS = [  # the rejection sampler
+CHAINS = [  # block verification
     Case("sd", {"k": 1}, 5),
     Case("sd", {"k": 2}, 5),
     Case("sd", {"k": 3}, 5),
@@ -60,6 +60,15 @@ POLICIES = [  # that read the drawn token or what was accepted before
         "sd", {"policy": "confidence", "threshold": 0.3, "max_draft": 3}, 5, THREE, {"top_p": 0.9}
     ),
     Case("sd", {"policy": "svip", "threshold": 0.25, "max_draft": 4}, 5),
+    Case(
+        "sd",
+        {"policy": "svip", "threshold": 0.35, "max_draft": 4},
+        5,
+        THREE,
+        {"top_k": 2},
+        eos=(1,),
+        seed=6,
+    ),
     Case("sd", {"policy": "selfsd"}, 5, seed=3),
     Case("sd", {"policy": "heuristic", "k": 1}, 5, seed=1),
     Case("sd", {"policy": "beta-ts", "alpha": 3.0}, 5),

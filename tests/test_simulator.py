@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from unittest.mock import patch
 
 import pytest
@@ -17,12 +19,15 @@ from tuning_helpers import COSTS, GREEDY, PROMPTS, PairOf, really
 import specgen
 from specgen.base.settings import written
 from specgen.base.types import Context, SamplingParams
+from specgen.decoding import token_sampling
 from specgen.decoding.costs import FURTHER_TOKEN, LONG_COPIES, CostTable, Curve, RoundCosts
 from specgen.decoding.token_sampling import warp
+from specgen.decoding.verification import survival
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods.learned_drafting import Acceptance
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
+from specgen.testing.enumeration import PROMPT, Paths, SmallRunner
 from specgen.testing.scripted_models import TableRunner
 from specgen.tune import remembered
 from specgen.tune.outcome import Deadline, grid
@@ -233,6 +238,41 @@ def test_drafts_drawn_for_a_given_output_have_the_draft_models_distribution() ->
     assert accepted / runs == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.03)
     found = torch.tensor([counts[token] / runs for token in range(len(q))])
     assert float((found - q).abs().sum()) < 0.1
+
+
+def test_drawn_drafts_are_those_that_block_verification_accepts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By enumeration, over all outputs of the target: so many tokens of two are accepted."""
+    target = SmallRunner(1)
+    draft = SmallRunner(2)
+    sampling = SamplingParams(temperature=1.0)
+    generator = torch.Generator()
+
+    def row(runner: SmallRunner, tokens: Sequence[int]) -> torch.Tensor:
+        return warp(runner.row([*PROMPT, *tokens]), sampling)
+
+    def accepted() -> int:
+        output: list[int] = []
+        while len(output) < 2:
+            output.append(int(token_sampling.draw(row(target, output), generator)))
+        reference = ReferenceOutput(PROMPT, output, 2, frozenset(), 0.0, 0.0)
+        runner = DrawnRunner(
+            MemoisedRunner(draft, {}), MemoisedRunner(target, {}), reference, sampling, 0
+        )
+        for length in range(2):
+            after = runner.logits(Context(PROMPT), output[:length], start=length).logits[0]
+            if int(after.argmax()) != output[length]:
+                return length
+        return 2
+
+    found = Paths(monkeypatch).all(accepted)
+    expected = 0.0
+    for chain in product(range(3), repeat=2):
+        p, q = ([float(row(own, chain[:n])[chain[n]]) for n in range(2)] for own in (target, draft))
+        expected += math.prod(q) * sum(survival(p, q)[1:])
+    mean = sum(length * weight for length, weight in found.items())
+    assert mean == pytest.approx(expected, abs=1e-6)
 
 
 def test_heads_read_the_targets_hidden_states_in_simulated_runs(headed: Pair) -> None:

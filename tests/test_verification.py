@@ -30,7 +30,7 @@ from specgen.base.errors import RunError
 from specgen.base.settings import parse_pairs
 from specgen.base.types import Context, Draft, SamplingParams, Verdict
 from specgen.decoding import token_sampling
-from specgen.decoding.verification import GreedyVerifier, RejectionSampling
+from specgen.decoding.verification import GreedyVerifier, RejectionSampling, survival
 from specgen.engine.model_runner import ModelOutput, ModelRunner
 from specgen.testing.enumeration import ROUNDING, Paths, SmallRunner, exact, output_distribution
 from specgen.testing.scripted_models import PROMPT, TableRunner, scripted_run
@@ -92,12 +92,53 @@ def test_nan_logits_are_an_error_where_a_token_depends_on_them(verifier: Any) ->
     assert verifier.verify(Draft.chain((1,)), ModelOutput(broken)) == Verdict((), 4, "correction")
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_nan_logits_in_a_row_of_a_drawn_draft_are_an_error(position: int) -> None:
+    broken = rows(1, 2, 3).logits
+    broken[position, 3] = math.nan
+    probs = torch.eye(8)[[1, 2]]
+    with pytest.raises(RunError, match="NaN"):
+        sampler().verify(Draft.chain((1, 2), probs=probs), ModelOutput(broken))
+
+
 def test_equal_distributions_accept_everything_and_an_empty_residual_is_no_nan() -> None:
     logits = ModelOutput(torch.tensor([[1.0, 1.0, -torch.inf, -torch.inf]] * 2))
     verifier = sampler()
     draft = Draft((0,), (-1,), probs=torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     verdicts = {verifier.verify(draft, logits) for _ in range(50)}
     assert verdicts == {Verdict((0,), token, "bonus") for token in (0, 1)}
+
+
+def test_drawn_chains_are_verified_as_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens, by enumeration: 11/9 are accepted on average, and 10/9 would be token by
+    token."""
+    p = torch.tensor([1 / 3, 2 / 3])
+    q = torch.tensor([2 / 3, 1 / 3])
+    verifier = sampler()
+    generator = torch.Generator()
+
+    def round_() -> int:
+        tokens = [int(token_sampling.draw(q, generator)) for _ in range(2)]
+        draft = Draft.chain(tokens, probs=torch.stack((q, q)))
+        return len(verifier.verify(draft, ModelOutput(p.log().repeat(3, 1))).path)
+
+    accepted = Paths(monkeypatch).all(round_)
+    assert sum(count * share for count, share in accepted.items()) == pytest.approx(11 / 9)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "reached"),
+    [
+        ((0.2, 0.6), (0.4, 0.2), (1.0, 0.5, 1.0)),
+        ((0.4, 0.1), (0.2, 0.4), (1.0, 1.0, 0.25)),
+        ((0.0, 0.9), (0.5, 0.1), (1.0, 0.0, 0.0)),
+        ((0.5,), (0.0,), (1.0, 1.0)),  # a token of probability 0, drawn through rounding
+    ],
+)
+def test_how_often_so_many_tokens_are_accepted(
+    p: Sequence[float], q: Sequence[float], reached: Sequence[float]
+) -> None:
+    assert survival(p, q) == pytest.approx(list(reached))
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])

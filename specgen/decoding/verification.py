@@ -1,12 +1,12 @@
 """Verifiers decide which drafted tokens are accepted, and choose the correction or bonus token that
 follows them.
 
-A verifier works on the device. It copies the result (token ids and counts) to the host once for
-each draft.
+A verifier works on the device, and copies token ids and a few probabilities to the host.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +26,9 @@ from specgen.engine.devices import inference, move, upload
 
 if TYPE_CHECKING:
     from specgen.engine.forward_pass import ModelOutput
+
+
+_SMALLEST = 1e-38  # about the smallest float32
 
 
 class Verifier(Protocol):
@@ -55,17 +58,19 @@ class GreedyVerifier:
 
 
 class RejectionSampling:
-    """Verifies drawn tokens by rejection sampling, and all other drafted tokens by whether the
-    target draws the same. Lossless.
+    """Verifies drawn tokens together, by block verification (Sun et al. 2024, Algorithm 2), and all
+    other drafted tokens by whether the target draws the same. Lossless.
 
     For chains and trees. p are the target's probabilities and q the draft model's, after
     temperature and filters. The first n nodes, as many as the draft has `probs` for, are a chain
-    drawn from q. Token i of this chain is accepted with probability min(1, p_i / q_i). After the
-    first rejection the target draws a token from norm(max(p_i - q_i, 0)) (Leviathan et al. 2023);
-    after a chain without rejection, from p. The other nodes were not drawn at random. If one of
-    them follows the last accepted node and has the token that the target has drawn, it is accepted,
-    and the target draws a token after it from p. This is repeated until no node has the target's
-    token.
+    drawn from q. Its first i tokens or more are accepted with probability c_i, where c_0 = 1 and
+    c_i = min(1, c_(i-1) p_i / q_i). Token by token (Leviathan et al. 2023) the probability is the
+    product of min(1, p_i / q_i), which is never larger. After i tokens the target draws a token
+    from norm(max(c_i p - q, 0)); after the whole chain, from p. Whether the chain went on after a
+    token may depend on this token and on those before it. The other nodes were not drawn at random.
+    If one of them follows the last accepted node and has the token that the target has drawn, it is
+    accepted, and the target draws a token after it from p. This is repeated until no node has the
+    target's token.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device, seed: int) -> None:
@@ -91,25 +96,68 @@ class RejectionSampling:
         self, drafted: Sequence[int], probs: torch.Tensor, logits: torch.Tensor
     ) -> tuple[int, int]:
         """Verifies a chain drawn from `probs`. Returns the number of accepted tokens and the
-        target's token after them."""
-        target = token_sampling.warp(logits, self._sampling)
+        target's token after them: -1 if there are no logits for it, or if a NaN decides."""
         length = len(drafted)
-        tokens = upload(torch.tensor(drafted), logits.device)
+        target = token_sampling.warp(logits, self._sampling)
         draft_probs = move(probs, logits.device)
-        p = target[:length].gather(1, tokens[:, None])[:, 0]
-        q = draft_probs[:length].gather(1, tokens[:, None])[:, 0]
-        fresh = torch.rand(length, generator=self._generator, device=logits.device)
-        accepted = (fresh * q < p).cumprod(dim=0).sum()
-        after = target.index_select(0, accepted.clamp_max(len(logits) - 1)[None])
-        # if all tokens were accepted, the next one is drawn from p
-        drawn_from = draft_probs.index_select(0, accepted.clamp_max(length - 1)[None])
-        residual = (after - drawn_from * (accepted < length)).clamp_min_(0)
-        # all zero through rounding: p equals q
-        residual = torch.where(residual.sum() > 0, residual, after)
-        # a NaN in p rejects a token, so that `draw` gets it and returns -1
-        token = token_sampling.draw(residual, self._generator)
-        count, own = torch.cat((accepted[None], token)).tolist()
-        return count, own
+        chain = upload(torch.tensor(drafted), logits.device)[:, None]
+        rows = torch.stack(
+            (target[:length].gather(1, chain), draft_probs[:length].gather(1, chain))
+        )
+        p, q = rows[..., 0].tolist()
+        if math.isnan(sum(p)):
+            return 0, -1
+
+        reached = survival(p, q)
+        accepted = self._end(target, draft_probs, reached)
+        if accepted == len(logits):
+            return accepted, -1
+        weights = target[accepted]
+        if accepted < length:
+            residual = _residual(weights, draft_probs[accepted], reached[accepted])
+            # all zero through rounding: p equals q
+            weights = torch.where(residual.sum() > 0, residual, weights)
+        return accepted, int(token_sampling.draw(weights, self._generator))
+
+    def _end(
+        self, target: torch.Tensor, draft_probs: torch.Tensor, reached: Sequence[float]
+    ) -> int:
+        """Draws how many tokens of a chain are accepted, so that each number i or more has the
+        probability `reached[i]`.
+
+        The largest i is taken for which a random number is below h_i = R / (R + 1 - c_i), where R
+        is the sum of max(c_i p - q, 0) after i tokens; after all tokens h_i = c_i.
+        """
+        length = len(reached) - 1
+        fresh = torch.rand(length, generator=self._generator, device=target.device)
+        # h_i is never above c_i, so that R is computed for few i
+        may_end = (fresh < upload(torch.tensor(reached[1:]), target.device)).tolist()
+        for end in range(length, 0, -1):
+            if not may_end[end - 1]:
+                continue
+            if end == length:
+                return end
+            excess = _residual(target[end], draft_probs[end], reached[end]).sum()
+            if fresh[end - 1] * (excess + 1 - reached[end]) < excess:
+                return end
+        return 0
+
+
+def survival(p: Sequence[float], q: Sequence[float], before: float = 1.0) -> list[float]:
+    """Returns the probabilities with which block verification accepts at least 0, 1, 2, ... tokens
+    of a chain. `p` and `q` are its tokens' probabilities under the target and the draft model.
+    `before` is the probability with which the tokens before the chain are accepted."""
+    reached = [before]
+    for of_target, of_draft in zip(p, q, strict=True):
+        # rounding may draw a token of probability 0
+        reached.append(min(1.0, reached[-1] * of_target / max(of_draft, _SMALLEST)))
+    return reached
+
+
+def _residual(target: torch.Tensor, draft: torch.Tensor, reached: float) -> torch.Tensor:
+    """Returns max(c p - q, 0) [vocabulary] for the probability c with which so many tokens are
+    `reached`."""
+    return torch.sub(target * reached, draft).clamp_min_(0)
 
 
 def with_agreement(verdict: Verdict, draft: Draft, output: ModelOutput) -> Verdict:

@@ -12,6 +12,7 @@ import torch
 from specgen.base.seeds import derive_seed
 from specgen.base.types import Context
 from specgen.decoding import token_sampling
+from specgen.decoding.verification import survival
 from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import SizedRunner
 
@@ -112,10 +113,15 @@ class DrawnRunner(SizedRunner):
 
     In these logits the drawn token has its probability q, and all others share the rest equally.
     Their `unpenalised` are the draft model's own logits, from which all other signals are computed.
-    A token is drawn once for each context, seed and position in the output. After tokens that equal
-    the beginning of the `reference` (plain decoding's output) it is drawn given the next token y
-    there: it is y with probability min(1, q(y) / p(y)), where p is the target's distribution, and
-    otherwise it is drawn from the positive part of q - p. After other tokens it is drawn from q.
+    A token is drawn once for each context, draft before it and seed. After tokens that equal the
+    beginning of the `reference` (plain decoding's output) it is drawn given the next token y there:
+    it is y with probability min(1, q(y) / (c p(y))), where p is the target's distribution and c the
+    probability with which block verification reaches it (`verification.survival`), and otherwise it
+    is drawn from the positive part of q - c p. After other tokens, of which none is accepted, it is
+    drawn from q.
+
+    With `in_blocks` False, c is 1: for PEARL, where the tokens that are verified together are not
+    known while they are drafted. Slightly fewer are then accepted than in real runs.
     """
 
     def __init__(
@@ -125,6 +131,8 @@ class DrawnRunner(SizedRunner):
         reference: ReferenceOutput,
         sampling: SamplingParams,
         seed: int,
+        *,
+        in_blocks: bool = True,
     ) -> None:
         self.take_sizes(draft)
         self.traits = draft.traits._replace(draws=False)  # drafters take the likeliest token
@@ -133,7 +141,20 @@ class DrawnRunner(SizedRunner):
         self._reference = reference
         self._sampling = sampling
         self._seed = seed
-        self._drawn: dict[tuple[Any, ...], tuple[int, float]] = {}
+        self._in_blocks = in_blocks
+        # by the context's length and the draft: the token, its q, and c after it
+        self._drawn: dict[tuple[Any, ...], tuple[int, float, float]] = {}
+
+    def token_by_token(self) -> DrawnRunner:
+        """Returns the same runner with `in_blocks` False."""
+        return DrawnRunner(
+            self._draft,
+            self._target,
+            self._reference,
+            self._sampling,
+            self._seed,
+            in_blocks=False,
+        )
 
     def reserve(self, capacity: int) -> None:
         """Does nothing: few passes are run."""
@@ -154,10 +175,14 @@ class DrawnRunner(SizedRunner):
     ) -> ModelOutput:
         assert parents is None, "only chains are drawn, token by token"
         output = self._draft.logits(context, draft, start=start)
-        key = self._draft.key(context, draft)
+        key = self._key(context, draft)
         if key not in self._drawn:
-            self._drawn[key] = self._draw(output, [*context.ids[context.prompt_length :], *draft])
-        token, probability = self._drawn[key]
+            reached = 1.0
+            if self._in_blocks and draft:
+                reached = self._drawn[self._key(context, draft[:-1])][2]
+            tokens = [*context.ids[context.prompt_length :], *draft]
+            self._drawn[key] = self._draw(output, tokens, reached)
+        token, probability, _ = self._drawn[key]
         if token < 0:  # no token can be drawn: the drafter finds out why
             return output
         rest = (1 - probability) / max(1, output.logits.shape[1] - 1)
@@ -165,9 +190,14 @@ class DrawnRunner(SizedRunner):
         logits[0, token] = math.log(max(probability, 1.01 * rest))
         return output._replace(logits=logits, unpenalised=output.model_logits)
 
-    def _draw(self, output: ModelOutput, tokens: list[int]) -> tuple[int, float]:
-        """Returns the token drafted after `tokens`, the generated and drafted ones so far, and its
-        probability q.
+    def _key(self, context: Context, draft: Sequence[int]) -> tuple[Any, ...]:
+        return (len(context), *self._draft.key(context, draft))
+
+    def _draw(
+        self, output: ModelOutput, tokens: list[int], reached: float
+    ) -> tuple[int, float, float]:
+        """Returns the token drafted after `tokens`, the generated and drafted ones so far, its
+        probability q, and c after it; `reached` is c before it.
 
         The token is -1 if none can be drawn.
         """
@@ -181,13 +211,16 @@ class DrawnRunner(SizedRunner):
         )
         if len(tokens) >= len(reference) or tokens != reference[: len(tokens)]:
             token = int(token_sampling.draw(probs, generator))
-            return token, float(probs[token])
+            return token, float(probs[token]), reached
         context = Context(self._reference.prompt_ids)
         context.extend(tokens)
         of_target = token_sampling.warp(self._target.logits(context).logits[0], self._sampling)
         token = reference[len(tokens)]
-        chance = probs[token] / of_target[token]
-        if torch.rand(1, generator=generator, device=generator.device) >= chance:
-            other = int(token_sampling.draw((probs - of_target).clamp_min(0), generator))
+        chance = probs[token] / (reached * of_target[token])
+        if not torch.rand(1, generator=generator, device=generator.device) < chance:
+            residual = (probs - reached * of_target).clamp_min(0)
+            other = int(token_sampling.draw(residual, generator))
             token = other if other >= 0 else token
-        return token, float(probs[token])
+        probability = float(probs[token])
+        after = survival([float(of_target[token])], [probability], reached)[1]
+        return token, probability, after

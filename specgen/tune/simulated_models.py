@@ -213,7 +213,10 @@ class SimulatedWorker:
     def drafter(self, policy: LengthPolicy, setup: Setup, window: int) -> ParallelDrafter:
         runners = self._models.with_draft_model()
         assert runners is not None
-        drafter = ModelDrafter(replace(setup, draft=runners.draft))
+        draft = runners.draft
+        if isinstance(draft, DrawnRunner):
+            draft = draft.token_by_token()
+        drafter = ModelDrafter(replace(setup, draft=draft))
         run = self._models.run
         return PricedParallelDrafter(drafter, policy, run.target, run.clock)
 

@@ -8,8 +8,9 @@ reference, and the target is not run at all:
 
 - A greedy or a fixed draft is accepted as far as it equals the reference.
 - A drawn draft depends on the output: given the reference's next token y, the drafted token is y
-  with probability min(1, q(y) / p(y)), and otherwise drawn from the normalised positive part of
-  q - p. It is drawn so here, with the same random numbers for all settings.
+  with probability min(1, q(y) / (c p(y))), and otherwise drawn from the normalised positive part of
+  q - c p; c is the probability with which the tokens before are accepted. It is drawn so here, with
+  the same random numbers for all settings.
 
 Other verifiers, and drafters that learn from the target's logits, run on the target's remembered
 outputs. A path that no earlier run has taken runs the model.
