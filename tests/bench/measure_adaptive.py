@@ -9,12 +9,13 @@ setting in hindsight, of svip, sd:k=5 and adaptive, and adaptive's speedup divid
 one's.
 
 The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights,
-`unrelated` a model with the draft's shape and random weights, `exit` the bundled exit layer,
-`lookup` prompt lookup, whose draft cost is 0. The prompts are those of `examples.yaml` that
-`compare` takes; half 1 is for development, half 2 for final figures. Plain decoding (`ar`) is one
-of the fixed settings. When sampling, one run of each prompt is not enough (a ratio then varies by
-0.015): give `--seeds`. With `--real` the best setting, svip, sd:k=5 and adaptive are really run
-too, and their rounds counted.
+`unrelated` a model with the draft's shape and random weights, `exit` the bundled exit layer;
+`eagle`, `glide`, `medusa` and `block` are the bundled heads, which draft chains, and `eagle-tree`
+drafts EAGLE's tree; `lookup` and `suffix` copy text, and their draft cost is 0. The prompts are
+those of `examples.yaml` that `compare` takes; half 1 is for development, half 2 for final figures.
+Plain decoding (`ar`) is one of the fixed settings. When sampling, one run of each prompt is not
+enough (a ratio then varies by 0.015): give `--seeds`. With `--real` the best setting, svip, sd:k=5
+and adaptive are really run too, and their rounds counted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import argparse
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
 
 import specgen
-from specgen import methods
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import ListedPrompt, load_prompts
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
@@ -40,35 +41,93 @@ from specgen.pair.pair import Pair
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
 
-METHODS = {"model": "sd", "near": "sd", "unrelated": "sd", "exit": "eesd-fixed", "lookup": "lookup"}
+if TYPE_CHECKING:
+    from specgen.base.settings import Settings
+    from specgen.methods.base import Method
+
 POLICY = "adaptive"
 PLAIN = "ar"
 COSTS = "0.03,0.06,0.12,0.2,0.45"
+LONGEST = 16
 NOISE = 0.3  # standard deviation of the noise in `near`, in units of each weight matrix's own
 
 Given = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """A method, and the settings that make it draft as wanted. `copies`: it drafts without a model.
+    `in_blocks`: it makes a draft in one pass, which costs as much as one token of others."""
+
+    method: str
+    given: Given = field(default_factory=dict)
+    copies: bool = False
+    in_blocks: bool = False
+
+
+DRAFTERS = {
+    "model": Drafter("sd"),
+    "near": Drafter("sd"),
+    "unrelated": Drafter("sd"),
+    "exit": Drafter("eesd-fixed"),
+    "eagle": Drafter("eagle", {"width": 1}),
+    "eagle-tree": Drafter("eagle"),
+    "glide": Drafter("glide"),
+    "medusa": Drafter("medusa", {"nodes": 0}),
+    "block": Drafter("block", in_blocks=True),
+    "lookup": Drafter("lookup", copies=True),
+    "suffix": Drafter("suffix", copies=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What some runs took, without the passes over their prompts and the tokens of these.
+    `draft_passes` are levels of drafts, or drafts where one pass makes a whole one."""
+
+    tokens: int
+    passes: int
+    draft_passes: int
+    drafted: int
+
+    @classmethod
+    def of(cls, summary: Figures, runs: int, draft_passes: int) -> Counts:
+        tokens = summary.new_tokens - runs
+        return cls(tokens, summary.rounds - runs, draft_passes, summary.drafted)
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in units of a target pass over one token: of drafting a token, and of verifying a
-    further token in a target pass."""
+    """Costs in units of a target pass over one token: of a draft pass, and of verifying a further
+    token in a target pass. `in_blocks`: one draft pass makes a whole draft."""
 
     draft: float
     verify: float
+    in_blocks: bool
 
-    def speedup(self, summary: Figures, runs: int) -> float:
-        """Returns the speedup over plain decoding: new tokens per unit of cost.
-
-        The pass over the prompt and its token, one in each of `runs` runs, are not counted.
-        """
-        passes = summary.rounds - runs
-        return (summary.new_tokens - runs) / (passes + summary.drafted * (self.draft + self.verify))
+    def speedup(self, counts: Counts) -> float:
+        """Returns the speedup over plain decoding: new tokens per unit of cost."""
+        drafting = counts.draft_passes * self.draft
+        return counts.tokens / (counts.passes + drafting + counts.drafted * self.verify)
 
     def as_table(self) -> RoundCosts:
-        drafting = Curve({0: 0.0, 1: self.draft})
+        points = {1: self.draft, 2: self.draft} if self.in_blocks else {0: 0.0, 1: self.draft}
         verification = Curve({1: 1.0, 2: 1.0 + self.verify})
-        return RoundCosts(CostTable({1: drafting}), CostTable({1: verification}))
+        return RoundCosts(CostTable({1: Curve(points)}), CostTable({1: verification}))
+
+    @property
+    def of_token(self) -> float:
+        """The value of the setting `draft_cost`."""
+        return 0.0 if self.in_blocks else self.draft
+
+
+class CountingSimulator(Simulator):
+    """Simulates rounds that take `table`, in trees too."""
+
+    table: RoundCosts
+
+    def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
+        return self.table
 
 
 def main() -> None:
@@ -76,7 +135,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "drafters", nargs="*", default=["model"], help=f"{', '.join(METHODS)}; default: model"
+        "drafters", nargs="*", default=["model"], help=f"{', '.join(DRAFTERS)}; default: model"
     )
     parser.add_argument("--half", choices=("1", "2", "all"), default="1")
     parser.add_argument(
@@ -101,8 +160,8 @@ def main() -> None:
         "--real", action="store_true", help="run the decoder too, to check the simulation"
     )
     options = parser.parse_args()
-    if unknown := sorted(set(options.drafters) - set(METHODS)):
-        parser.exit(2, f"error: there is no drafter {unknown[0]!r}: take {', '.join(METHODS)}\n")
+    if unknown := sorted(set(options.drafters) - set(DRAFTERS)):
+        parser.exit(2, f"error: there is no drafter {unknown[0]!r}: take {', '.join(DRAFTERS)}\n")
     if POLICY not in POLICIES:
         parser.exit(2, f"error: this version of specgen has no length policy {POLICY!r}\n")
     prompts = load_prompts(options.prompts, for_tuning=options.tuning)
@@ -128,9 +187,12 @@ class Measurement:
         self._prompts = prompts
         self._folder = folder
         self._noise = options.noise
-        self._method = METHODS[drafter]
-        costs = [0.0] if drafter == "lookup" else map(float, options.draft_costs.split(","))
-        self._costs = [Costs(cost, options.verify_cost) for cost in costs]
+        self._kind = DRAFTERS[drafter]
+        written = "0" if self._kind.copies else options.draft_costs
+        self._costs = [
+            Costs(float(cost), options.verify_cost, self._kind.in_blocks)
+            for cost in written.split(",")
+        ]
         params = SamplingParams(
             max_new_tokens=options.tokens,
             temperature=options.temperature,
@@ -155,7 +217,7 @@ class Measurement:
             name: self._simulate(simulator, given, self._costs[0]) for name, given in self._fixed()
         }
         sampling = self._samplings[0]
-        amount = f"{len(self._prompts)} prompts, {runs} runs, {fixed['sd:k=5'].new_tokens} tokens"
+        amount = f"{len(self._prompts)} prompts, {runs} runs, {fixed['sd:k=5'].tokens} tokens"
         print(
             f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, "
             f"verification cost {self._costs[0].verify:g}"
@@ -165,25 +227,24 @@ class Measurement:
             f"{POLICY:>9} {'ratio':>6} {'drafted':>8}"
         )
         for costs in self._costs:
-            speedups = {name: costs.speedup(summary, runs) for name, summary in fixed.items()} | {
-                PLAIN: 1.0
-            }
+            speedups = {name: costs.speedup(counts) for name, counts in fixed.items()}
+            speedups[PLAIN] = 1.0
             best = max(speedups, key=lambda name: speedups[name])
             given = {
                 "policy": POLICY,
-                "draft_cost": costs.draft,
+                "draft_cost": costs.of_token,
                 "verify_cost": costs.verify,
                 **self._given,
             }
-            found = self._simulate(simulator, given, costs)
-            own = costs.speedup(found, runs)
+            counts = self._simulate(simulator, given, costs)
+            own = costs.speedup(counts)
             svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
             row = (
                 f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} "
                 f"{speedups['sd:k=5']:7.3f} {own:9.3f}"
             )
             print(
-                f"{row} {own / speedups[best]:6.3f} {found.drafted / max(found.rounds, 1):8.2f}",
+                f"{row} {own / speedups[best]:6.3f} {counts.drafted / max(counts.passes, 1):8.2f}",
                 flush=True,
             )
             if self._is_real:
@@ -196,9 +257,14 @@ class Measurement:
     def _fixed(self) -> Iterator[tuple[str, Given]]:
         """The fixed settings with their names: the grids that `tune` searches, without limits on a
         draft's length."""
-        yield from ((f"sd:k={k}", {"k": k}) for k in range(1, 17))
+        yield from ((f"sd:k={k}", {"k": k}) for k in range(1, LONGEST + 1))
         yield "heuristic", {"policy": "heuristic"}
-        if self._drafter == "lookup":
+        if self._drafter == "suffix":
+            yield from (
+                (f"min_prob={value}", {"k": LONGEST, "min_prob": value})
+                for value in (0.05, 0.1, 0.2, 0.4)
+            )
+        if self._kind.copies:
             return
         yield "svip", {"policy": "svip"}
         for policy in ("confidence", "svip"):
@@ -208,19 +274,21 @@ class Measurement:
                 for value in tuned
             )
 
-    def _simulated(self, pair: Pair) -> Simulator:
+    def _simulated(self, pair: Pair) -> CountingSimulator:
         """Returns a simulator of the pair's runs, with the target's output in each run as its
         references."""
         references = []
         for number, sampling in enumerate(self._samplings):
             ids = pair.tokenizer.encode(self._prompts[number % len(self._prompts)].text)
-            references.append(record_reference(pair, ids, sampling))
-        return Simulator(pair, references, self._samplings[0], {})
+            reference = record_reference(pair, ids, sampling)
+            references.append(replace(reference, prefill_seconds=0.0))
+        return CountingSimulator(pair, references, self._samplings[0], {})
 
-    def _simulate(self, simulator: Simulator, given: Given, costs: Costs) -> Figures:
-        method = methods.find(self._method)
-        simulator.costs = {kind: costs.as_table() for kind in ("echo", method.tuning.cost_kind)}
-        return simulator.run(method.name, given)
+    def _simulate(self, simulator: CountingSimulator, given: Given, costs: Costs) -> Counts:
+        simulator.table = costs.as_table()
+        summary = simulator.run(self._kind.method, {**self._kind.given, **given})
+        passes = summary.phase_seconds["draft"] / costs.draft if costs.draft else 0
+        return Counts.of(summary, len(self._samplings), round(passes))
 
     def _show_real(
         self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]
@@ -229,12 +297,16 @@ class Measurement:
         computed from the counts of its rounds, beside the `simulated` one."""
         for name, given in compared.items():
             summary = Figures(name)
+            passes = 0
             with self._open() as pair:  # a new one, so that nothing was learned yet
                 for number, sampling in enumerate(self._samplings):
                     text = self._prompts[number % len(self._prompts)].text
-                    for round_ in pair.rounds(text, self._method, sampling, **given):
+                    settings = {**self._kind.given, **given}
+                    for round_ in pair.rounds(text, self._kind.method, sampling, **settings):
                         summary.add(round_)
-            real = costs.speedup(summary, len(self._samplings))
+                        levels = round_.draft.levels
+                        passes += min(levels, 1) if costs.in_blocks else levels
+            real = costs.speedup(Counts.of(summary, len(self._samplings), passes))
             print(
                 (
                     f"{'':10} really {name}: {real:.3f}, simulated {simulated[name]:.3f} "
