@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from importlib import import_module
@@ -27,6 +28,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 
+_kernel_folders: list[str] = []  # that this process has made
+
 
 def pytest_collection_finish() -> None:
     """Exclude the imported modules' objects from garbage collection, which would take a third of a
@@ -39,10 +42,15 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the shared fixtures in processes that run tests. pytest-xdist's controller runs
     none, and so imports no torch."""
-    choose_folder()
+    _kernel_folders.extend(choose_folder())
     if config.getoption("dist", "no") == "no" or config.getoption("collectonly"):
         gc.disable()  # what is imported stays: to look for garbage in it takes a fifth of the start
         # else torchao, which they import, prints lines
         import_module("specgen.engine.transformers.quiet")
         load_kernels()
         config.pluginmanager.register(import_module("shared_fixtures"), "shared_fixtures")
+
+
+def pytest_unconfigure() -> None:
+    for folder in (os.environ["SPECGEN_CACHE"], os.environ["SPECGEN_DATA"], *_kernel_folders):
+        shutil.rmtree(folder, ignore_errors=True)

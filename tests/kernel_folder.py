@@ -12,10 +12,13 @@ from filelock import FileLock
 _SHARED = "SPECGEN_TEST_KERNELS"
 
 
-def choose_folder() -> None:
-    """Chooses the folder of compiled kernels for this process and those that it starts."""
-    if _SHARED not in os.environ:
-        os.environ[_SHARED] = tempfile.mkdtemp(prefix="specgen-kernels-")
+def choose_folder() -> list[str]:
+    """Chooses the folder of compiled kernels for this process and those that it starts. Returns the
+    folder that was made for that, if any."""
+    if _SHARED in os.environ:
+        return []
+    os.environ[_SHARED] = tempfile.mkdtemp(prefix="specgen-kernels-")
+    return [os.environ[_SHARED]]
 
 
 def shared_folder() -> Path:

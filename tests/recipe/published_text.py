@@ -199,13 +199,14 @@ def repeats(ids: list[int]) -> bool:
 
 
 @torch.no_grad()
-def write_text(folder: Path, minutes: float) -> None:
-    """Generates text for `minutes` and saves it in `folder`, beside what is there."""
+def write_text(folder: Path, minutes: float, seed: int) -> None:
+    """Generates text for `minutes` and saves it in `folder`, beside what is there. Another text
+    follows from another `seed`, and from another number of files that are there."""
     folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     number = len(list(folder.glob("*.npz")))
     texts: list[TaughtText] = []
-    for text in Writer(Target(), seed=number).texts():
+    for text in Writer(Target(), seed=seed + number).texts():
         texts.append(text)
         if sum(len(text.ids) for text in texts) >= SHARD_TOKENS:
             save(folder / f"text-{number:04}", texts)

@@ -48,13 +48,13 @@ from published_target import (
     target_folder,
 )
 from published_text import SYSTEM, TO_ANSWER, Kind, TaughtText, load, save, write_text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
 CHOSEN = (0, 1, 2, 8, 10, 11, 12, 19, 20, 21, 22, 24, 27, 28, 29)  # of the target's 30 layers
 UNCHANGED = 2  # the first of them
-RANK = 64  # of the differences
+RANK = 112  # of the differences: a file of 15 MB
 LARGEST = 127  # of a stored whole number
 
 CHOICE_TOKENS = 1500  # of answers, on which layers are chosen
@@ -272,6 +272,25 @@ class Draft:
         return normed(hidden, self.norm)
 
     @torch.no_grad()
+    def resume(self, file: Path) -> None:
+        """Takes what another training has learned, whose differences may be of a lower rank."""
+        learned = load_file(file)
+        self.norm.copy_(learned["model.norm.weight"])
+        for index, layer in enumerate(self.changed, start=UNCHANGED):
+            prefix = f"model.layers.{index}"
+            for name, norm in layer.norms.items():
+                norm.copy_(learned[f"{prefix}.{name}.weight"])
+            for name in MATRICES:
+                ups, downs = (
+                    learned[factor] * learned[f"{factor}.scales"]
+                    for factor in (f"{prefix}.{name}.ups", f"{prefix}.{name}.downs")
+                )
+                rank = len(downs)
+                layer.ups[name][:, :rank] = ups.T
+                layer.downs[name][:rank] = downs
+            layer.merge()
+
+    @torch.no_grad()
     def join(self, texts: Sequence[TaughtText]) -> None:
         """Where layers were left out after one of these, changes its down projection: its output is
         then nearest to the state that enters the next one, among differences of the rank."""
@@ -377,13 +396,17 @@ def choose_layers(target: Target, texts: Texts) -> None:
         print(f"without {left_out}: divergence {losses[first]:.2f}, {len(left)} left: {left}")
 
 
-def train(out: Path, file: Path, tokens: int) -> None:
-    """Trains the draft until it has read `tokens`, and writes its file."""
+def train(out: Path, file: Path, tokens: int, earlier: Path | None, largest_rate: float) -> None:
+    """Trains the draft, from what is in the file `earlier` if there is one, until it has read
+    `tokens`, and writes its file."""
     target = Target()
     texts = Texts(out / "text", target)
     held_out = held_out_answers(target, out / "held-out")
     draft = Draft(target)
-    draft.join(Random(3).sample(texts.greedy + texts.sampled, FIT_TEXTS))
+    if earlier is None:
+        draft.join(Random(3).sample(texts.greedy + texts.sampled, FIT_TEXTS))
+    else:
+        draft.resume(earlier)
     print(measured(draft, target, held_out), flush=True)
     frequent, others = texts.by_frequency[:FREQUENT], texts.by_frequency[FREQUENT:]
     optimizer = torch.optim.AdamW(draft.parameters, betas=(0.9, 0.95), weight_decay=0.0)
@@ -392,7 +415,7 @@ def train(out: Path, file: Path, tokens: int) -> None:
         spent = read / tokens
         if spent >= 1:
             break
-        rate = LEARNING_RATE * min(1.0, steps / WARM_UP_STEPS, (1 - spent) / DECAY_SHARE)
+        rate = largest_rate * min(1.0, steps / WARM_UP_STEPS, (1 - spent) / DECAY_SHARE)
         compared = torch.cat([frequent, others[torch.randint(len(others), (RARE,))]])
         loss, same = _step(draft, optimizer, batch, target.embedding[compared], rate)
         read += batch.ids.numel()
@@ -401,6 +424,7 @@ def train(out: Path, file: Path, tokens: int) -> None:
         if read - measured_at >= MEASURED_EVERY:
             measured_at = read
             print(measured(draft, target, held_out), flush=True)
+            write_draft(draft, file)
     print(measured(draft, target, held_out), flush=True)
     write_draft(draft, file)
 
@@ -525,19 +549,22 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the text")
     parser.add_argument("file", type=Path, nargs="?", help="train: the file of the draft")
     parser.add_argument("--minutes", type=float, default=60, help="text: how long")
+    parser.add_argument("--from", dest="earlier", type=Path, help="train: the file it continues")
+    parser.add_argument("--rate", type=float, default=LEARNING_RATE, help="train: the largest one")
+    parser.add_argument("--seed", type=int, default=0, help="text: of another text")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="train: how many it reads")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     if options.what == "text":
-        write_text(options.out / "text", options.minutes)
+        write_text(options.out / "text", options.minutes, options.seed)
     elif options.what == "layers":
         target = Target()
         choose_layers(target, Texts(options.out / "text", target))
     elif options.file is None:
         sys.exit("name the file to write")
     else:
-        train(options.out, options.file, options.tokens)
+        train(options.out, options.file, options.tokens, options.earlier, options.rate)
 
 
 if __name__ == "__main__":
