@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from cli_helpers import run_main
 from families import make_model, model_of
-from head_layouts import write_head
+from head_layouts import change_head, write_head
 from part_references import Part
 from runner_checks import CPU, path_to
 
@@ -251,6 +253,44 @@ def test_a_dflash2_head_decodes_as_the_target_alone(tmp_path: Path) -> None:
         assert first.token_ids == second.token_ids
 
 
+def test_commands_run_and_show_a_dflash2_head_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And refuse one without a codebook in one line."""
+    folder = str(random_dflash2(tmp_path / "head", block_rows=8))
+    command = partial(run_main, monkeypatch, capfd)
+
+    code, out, _ = command("inspect", "--head", folder, "--json")
+    shown = json.loads(out)
+    assert (code, shown["methods"]["block"]["ready"]) == (0, True)
+    assert shown["head"]["about"] == (
+        "DFlash2, 1 layer, 7 tokens from a block of 8 rows, each one of 4 candidates"
+    )
+    has_kernels = shown["target"]["no_kernels"] is None
+    assert shown["head"]["on_torch"] == ["convolutions of rows"] * has_kernels
+    code, out, _ = command("inspect", "--head", folder)
+    assert "DFlash2, 1 layer, 7 tokens" in " ".join(out.split())
+
+    options = ["-q", "-n", "12"]
+    texts = [
+        command("generate", "def f(x):", "-m", method, "--head", folder, *options)[:2]
+        for method in ("block", "ar")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][0] == 0
+    code, out, _ = command(
+        "compare", "-m", "block", "--head", folder, "--limit", "1", "--json", *options
+    )
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert any(row.get("method") == "block" for row in rows)
+
+    change_head(Path(folder), lambda raw: raw.pop(PREDECESSORS))
+    code, out, err = command("generate", "hi", "-m", "block", "--head", folder)
+    assert (code, out) == (2, "")
+    assert f"lacks 1 of its tensors (the first: {PREDECESSORS})" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_block_may_be_run_shorter_than_trained(causal: bool) -> None:
     """Its rows are those of so many masks, and others than the trained block's where rows see
@@ -258,10 +298,10 @@ def test_a_block_may_be_run_shorter_than_trained(causal: bool) -> None:
     part = Part("block-dflash2", block_rows=8, head_layers=2, causal=causal)
     context = Context([1, 5, 6, 7])
     whole = part.made.draft
-    short = whole.shortened(4)
-    assert (whole.traits.longest_draft, short.traits.longest_draft) == (7, 3)
     for accepted in ([9], [30, 8, 21], [11]):
         long_row = whole.logits(context).logits
+        short = whole.shortened(4)
+        assert (whole.traits.longest_draft, short.traits.longest_draft) == (7, 3)
         part.block_rows = 4
         part._rows.clear()
         short_row = short.logits(context, [9, 10]).logits

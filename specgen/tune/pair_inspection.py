@@ -29,6 +29,8 @@ from specgen.engine.loaded_model import LoadedModel, translation_between
 from specgen.engine.model import NO_LIMIT
 from specgen.engine.model_files import ModelFiles, check_weight_files, find_model
 from specgen.engine.model_runner import time_passes
+from specgen.engine.native.convolved import ConvolvedBranch
+from specgen.engine.parts.part import BlockWeights
 from specgen.engine.parts.trained_part import open_part
 from specgen.engine.precision import Precision, choose_precisions, weight_bytes
 from specgen.engine.spread.placement import Placement, Stage, place
@@ -144,6 +146,19 @@ def _why_no_kernels(files: ModelFiles, device: torch.device, weights: Precision)
     return library.why_none()
 
 
+@dataclass(frozen=True, slots=True)
+class HeadFacts:
+    """Facts about a head that the user named: its folder, its kind, and what it is in a few words.
+
+    `on_torch` names what torch computes in its passes where our own kernels compute the rest.
+    """
+
+    name: str
+    kind: str
+    about: str
+    on_torch: tuple[str, ...] = ()
+
+
 class KernelShare(NamedTuple):
     """What of a model's passes is not computed by our own kernels: the `operators` that torch
     computes, as plain names, and the `share` of a pass's time that is spent outside the kernels, in
@@ -189,7 +204,8 @@ class PairReport:
     unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
     processes that torchrun started, None without it. `rounding` says what rounding the target's
     weights costs; None if they are not rounded, or if that was not measured. `on_torch` says for
-    `target` and `draft` what torch computes in a pass over one token; None if not measured.
+    `target` and `draft` what torch computes in a pass over one token; None if not measured. `head`
+    is the head that the user named, None without one.
     """
 
     target: ModelFacts
@@ -205,6 +221,7 @@ class PairReport:
     draft_free_bytes: int | None = None
     rounding: RoundingCost | None = None
     on_torch: Mapping[str, KernelShare] | None = None
+    head: HeadFacts | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`.
@@ -227,7 +244,7 @@ class PairReport:
             fields["tokenizers"]["overlap"] = overlap.as_dict()
         kappa = None if overlap is None else overlap.kappa
         return {
-            **{name: fields[name] for name in ("target", "draft", "tokenizers")},
+            **{name: fields[name] for name in ("target", "draft", "head", "tokenizers")},
             "weight_bytes": sum(facts.weight_bytes for facts in models),
             "cache_bytes": cache_bytes,
             **{name: fields[name] for name in ("free_bytes", "draft_free_bytes", "ranks")},
@@ -314,6 +331,7 @@ def inspect_files(
         precisions = choose_precisions(models, devices, options)
     facts = [model_facts(*each) for each in zip(models, devices, precisions, strict=False)]
     is_apart = draft is not None and placement is None and devices[1] != devices[0]
+    store = _named_parts(target, options.exit_layer, head)
     return PairReport(
         facts[0],
         facts[1] if draft is not None else None,
@@ -321,10 +339,11 @@ def inspect_files(
         free_memory(devices[0])
         if placement is None
         else sum(stage.free for stage in placement.stages),
-        readiness(target, (options.exit_layer, head), tokenizers),
+        readiness(target, store, tokenizers),
         placement=placement,
         ranks=None if launched is None else launched.ranks,
         draft_free_bytes=free_memory(devices[1]) if is_apart else None,
+        head=_head_facts(store, facts[0]),
     )
 
 
@@ -449,36 +468,55 @@ def _compared(target: ModelFiles, draft: ModelFiles) -> TokenizerFacts:
 
 
 def readiness(
-    target: ModelFiles, parts: tuple[Path | None, Path | None], tokenizers: TokenizerFacts | None
+    target: ModelFiles, parts: PartStore, tokenizers: TokenizerFacts | None
 ) -> dict[str, Readiness]:
     """Returns for each method whether it can run, as far as the models' files show. Reads no
     weights of models.
 
-    `parts` are the exit layer and the head that the user named. `tokenizers` is None without a
-    draft model. Raises SpecgenError if a named part does not exist, is damaged or belongs to
-    another target.
+    `parts` are those of `_named_parts`. `tokenizers` is None without a draft model.
     """
     models = KnownModels(
         draft=None if tokenizers is None else "draft",
         draft_refusal=None if tokenizers is None else tokenizers.refusal,
         unlike_llama=_unlike_llama(target),
-        missing_parts=_missing_parts(target, *parts),
-        names_head=parts[1] is not None,
+        missing_parts=_missing_parts(target, parts),
+        names_head=any(kind != EXIT for kind in parts.named),
     )
     return {name: method.check(models) for name, method in methods.METHODS.items()}
 
 
-def _missing_parts(
-    target: ModelFiles, exit_layer: Path | None, head: Path | None
-) -> Mapping[str, Readiness]:
-    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the
-    target, each with a reason and what to do."""
+def _named_parts(target: ModelFiles, exit_layer: Path | None, head: Path | None) -> PartStore:
+    """Returns the target's trained parts, with the exit layer and the head that the user named.
+
+    Raises SpecgenError if a named part does not exist, is damaged or belongs to another target.
+    """
     part_of = unloaded(target)
     store = PartStore(part_of, is_bundled=target.source.is_bundled)
     if exit_layer is not None:
         store.named[EXIT] = open_part(exit_layer, part_of, is_exit=True)
     if head is not None:
         store.name(head, is_exit=False)
+    return store
+
+
+def _head_facts(parts: PartStore, target: ModelFacts) -> HeadFacts | None:
+    """Returns the facts about the head that the user named, None without one."""
+    part = next((part for kind, part in parts.named.items() if kind != EXIT), None)
+    if part is None:
+        return None
+    about = part.kind
+    on_torch: tuple[str, ...] = ()
+    weights = part.load()
+    if isinstance(weights, BlockWeights):
+        about = weights.about
+        if weights.conv_group and target.no_kernels is None:
+            on_torch = ConvolvedBranch.on_torch
+    return HeadFacts(str(part.path), part.kind, about, on_torch)
+
+
+def _missing_parts(target: ModelFiles, store: PartStore) -> Mapping[str, Readiness]:
+    """Returns the kinds of trained parts (exit layer and heads) that cannot be used with the
+    target, each with a reason and what to do."""
     location = None if target.source.is_bundled else target.source.name
     missing: dict[str, Readiness] = {}
     for kind in (EXIT, *HEADS):

@@ -93,6 +93,9 @@ def lines(report: PairReport, width: int, next_step: str | None) -> Iterator[Tex
     for role, model in _roles(report).items():
         about = Text(f"{one_line(model.name)}: {_size_in_words(model)}")
         yield from labelled(Text(role, "strong"), about, width, _LEAD)
+    if report.head is not None:
+        about = Text(f"{one_line(report.head.name)}: {report.head.about}")
+        yield from labelled(Text("head", "strong"), about, width, _LEAD)
     yield Text()
     for label, text in facts(report):
         if isinstance(text, str):
@@ -303,6 +306,9 @@ def _engine(report: PairReport) -> Iterator[Fact]:
         yield "· engine" if model is report.target else "", f"{role}: {text}"
     for role, model in _roles(report).items():
         yield "· kernels" if model is report.target else "", f"{role}: {_kernels(report, role)}"
+    if report.head is not None and report.head.on_torch:
+        own = ", ".join(report.head.on_torch)
+        yield "", f"head: {report.target.kernels}, with torch: {own}"
     for role, model in _roles(report).items():
         text = (
             f"{role}: {model.kept_as}, {_size(model.weight_bytes)}; cache in {model.cache_dtype}, "

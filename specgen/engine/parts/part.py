@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from specgen.base.text import counted
 from specgen.engine.cached_prefix import CachedPrefix
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import ForwardFunction, ForwardPass, ModelOutput
@@ -157,6 +158,20 @@ class BlockWeights(DecoderWeights):
     def drafts(self) -> int:
         """The number of tokens that a whole block drafts."""
         return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def about(self) -> str:
+        """The head in a few words."""
+        name = "DFlash"
+        if self.conv_group or self.candidates:
+            name = "DFlash2"
+        elif any(name.startswith("markov_head.") for name in self.tensors):
+            name = "DSpark"
+        text = f"{name}, {counted(self.architecture.num_layers, 'layer')}, "
+        text += f"{counted(self.drafts, 'token')} from a block of {self.block_size} rows"
+        if self.candidates:
+            text += f", each one of {self.candidates} candidates"
+        return text
 
     @cached_property
     def architecture(self) -> Architecture:
