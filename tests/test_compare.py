@@ -274,10 +274,20 @@ def test_a_trace_with_other_settings_is_refused(
     assert (
         json.loads(trace.read_text().splitlines()[-1])["seconds"] != parsed(before)[-1]["seconds"]
     )
-    assert (
-        compare(*options[:-1], "11", "--trace", str(trace))[2]
-        == f"{trace} was made with -n 12, and now it is 11: it is written anew\n"
+    before = trace.read_text()
+    lost = f"the {runs} finished runs in it would be lost. Name another file, or delete this one"
+    others = (
+        ((*options[:-1], "11"), f"{trace} was made with -n 12, and now it is 11: {lost}"),
+        (
+            ("-m", "suffix", *options[2:]),
+            f"the trace {trace} holds {runs} finished runs of another comparison, which would be "
+            f"lost. Name another file, add to it (--resume {trace}), or delete it",
+        ),
     )
+    for arguments, problem in others:
+        code, out, err = compare(*arguments, "--trace", str(trace))
+        assert (code, out, err) == (2, "", f"error: {problem}\n")
+    assert trace.read_text() == before
     *lines, last = parsed(before)
     trace.write_text(
         "".join(

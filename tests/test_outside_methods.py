@@ -247,6 +247,9 @@ class Other:
 WRONG = {
     "nothing:Good": "there is no module 'nothing' for the method nothing:Good",
     "no.thing:Good": "there is no module 'no' for the method",
+    "./wrong:Good": "./wrong is a path: a method's module is named as for import. Take wrong:Good",
+    "pack/wrong.py:Good": "Take pack.wrong:Good",
+    "/some/where/wrong.py:Good": "Take wrong:Good, with PYTHONPATH=/some/where",
     "wrong:Goods": "has no 'Goods'; did you mean Good? It has NoStart, Abstract, Arguments, Policy",
     "wrong:Other": "is no subclass of specgen.methods.Method, but a class without that base",
     "wrong:abc": "is no subclass of specgen.methods.Method, but a module",

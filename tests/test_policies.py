@@ -434,3 +434,35 @@ def test_a_setting_of_a_policy_of_early_exit_selects_it(given: dict[str, Any], p
 def test_settings_of_two_policies_of_early_exit_are_refused() -> None:
     with pytest.raises(SpecgenError, match="with policy=cali-ts has no setting 'alpha'"):
         methods.resolve(methods.find("eesd"), {"theta0": 0.5, "alpha": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "problem"),
+    [
+        (
+            "eesd",
+            {"policy": "cali-ts", "alpha": 3},
+            "eesd with policy=cali-ts has no setting 'alpha', which belongs to policy=beta-ts",
+        ),
+        (
+            "eesd",
+            {"rule": "printed"},
+            "eesd has no setting 'rule', which belongs to policy=beta-ts or policy=cali-ts",
+        ),
+        ("lookup", {"treshold": 0.3}, "lookup has no setting 'treshold'"),  # svip's needs entropy
+        (
+            "sd",
+            {"threshold": 0.3},
+            "sd has no setting 'threshold', which belongs to policy=confidence or policy=svip",
+        ),
+    ],
+)
+def test_a_setting_of_another_policy_is_refused_with_its_name(
+    method: str, given: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(SpecgenError) as refused:
+        methods.resolve(methods.find(method), given)
+    assert refused.value.message == problem
+    names = refused.value.hint.removeprefix("It has ").split(", ")
+    assert "policy" in names
+    assert not names.count("alpha") > ("policy" not in given)

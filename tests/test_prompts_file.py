@@ -117,23 +117,29 @@ def test_the_same_command_continues_where_it_was_interrupted(
 
 
 @pytest.mark.parametrize("changed", [["-n", "8"], ["-m", "ar"], ["--set", "k=2"], ["--chat"]])
-def test_another_commands_trace_is_written_anew_only_if_it_is_finished(
+def test_another_commands_trace_is_kept(
     generate: Generate, tmp_path: Path, changed: list[str]
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     generate("--trace", str(trace))
     whole = trace.read_text(encoding="utf-8")
     cut = "".join(whole.splitlines(keepends=True)[:-1])
-    trace.write_text(cut, encoding="utf-8")
-    code, out, err = generate("--json", "--trace", str(trace), *changed)
-    assert (code, out, trace.read_text(encoding="utf-8")) == (2, "", cut)
-    assert (
-        f"the trace {trace} holds an interrupted run of other prompts or options (sd, 2 "
-        "finished answers). Name"
-    ) in err
+    for text, finished in ((cut, 2), (whole, 3)):
+        trace.write_text(text, encoding="utf-8")
+        code, out, err = generate("--json", "--trace", str(trace), *changed)
+        assert (code, out, trace.read_text(encoding="utf-8")) == (2, "", text)
+        assert (
+            f"the trace {trace} holds a run of other prompts or options (sd, {finished} finished "
+            "answers), which would be lost. Name"
+        ) in err
 
-    trace.write_text(whole, encoding="utf-8")
-    _, out, err = generate("--json", "--trace", str(trace), *changed)
+
+def test_the_same_commands_finished_trace_is_written_anew(
+    generate: Generate, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    generate("--trace", str(trace))
+    _, out, err = generate("--json", "--trace", str(trace))
     assert f"{trace} is written anew" in err
     assert "continuing" not in err
     assert len(parsed(out)) == 3

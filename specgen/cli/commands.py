@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
@@ -270,3 +271,24 @@ def _of_models(models: ModelOptions) -> Iterator[tuple[str, Path]]:
         path = getattr(models, field, None)
         if path is not None:
             yield option_of(field), Path(os.path.expanduser(path))
+
+
+def holds_single_run(path: Path) -> bool:
+    """Whether a trace holds a run of one prompt, which new runs may replace.
+
+    Raises SpecgenError if it holds runs of several prompts, of `generate --prompts` or of
+    `compare`: they took long.
+    """
+    if not path.is_file():  # what is read from a pipe is lost for its reader
+        return False
+    try:
+        with path.open("rb") as file:
+            start = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(start, dict):
+        return False
+    if start.get("prompt_index") is not None:
+        problem = f"the trace {path} holds the runs of several prompts, which would be lost"
+        raise SpecgenError(problem, "Name another file, or delete this one")
+    return True

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from specgen.base.interrupts import ReportedInterrupt, interrupts
 from specgen.base.machine import machine_in_words, versions
 from specgen.base.text import counted, print_json, significant
 from specgen.base.types import QUANTISED, SamplingParams
-from specgen.cli.commands import check_outputs, options_given
+from specgen.cli.commands import check_outputs, holds_single_run, options_given
 from specgen.cli.opening import (
     check_grammar,
     find_profile,
@@ -234,25 +234,44 @@ def _takes_profile(
 
 def _continued(runner: Runner, trace: TraceWriter, path: Path) -> tuple[Runner, str]:
     """Returns the runner with the finished runs in the trace, if it is the same comparison's and
-    that was interrupted; else a new runner, which writes the file anew.
+    that was interrupted. If it is the same one's and complete, or the trace holds a single run of
+    `generate`, returns a new runner, which writes the file anew.
 
-    Also returns a sentence for the user: which runs are continued, or why none are; it may be
-    empty.
+    Also returns a sentence for the user about this; it may be empty. Raises SpecgenError if runs of
+    another comparison, or several of `generate`, would be lost.
     """
     empty = Runner(runner.pair, runner.config, trace)
     try:
         recorded = read_comparison(path)
     except SpecgenError:
-        return empty, ""
+        if not _has_finished_run(path) or not holds_single_run(path):
+            return empty, ""
+        return empty, f"{path} is written anew: the run that it holds is replaced"
+    runs = counted(len(recorded.runs), "finished run")
     try:
         runner.resume(recorded)
     except SpecgenError as error:
-        return empty, f"{error.message}: it is written anew"
+        problem = f"{error.message}: the {runs} in it would be lost"
+        raise SpecgenError(problem, "Name another file, or delete this one") from error
     if not runner.is_interrupted(recorded):
-        runs = counted(len(recorded.runs), "finished run")
+        if not runner.is_complete(recorded):
+            raise SpecgenError(
+                f"the trace {path} holds {runs} of another comparison, which would be lost",
+                f"Name another file, add to it (--resume {shlex.quote(str(path))}), or delete it",
+            )
         return empty, f"{path} is written anew: the {runs} in it are replaced"
     trace.keep = recorded.end
     return runner, f"continuing {path}, which has {counted(len(runner.results.runs), 'run')}"
+
+
+def _has_finished_run(path: Path) -> bool:
+    from specgen.traces.reader import read_trace  # imports pydantic
+
+    finished = False
+    with suppress(SpecgenError):  # a damaged line ends what can be read
+        for run in read_trace(path):
+            finished |= run.finish_reason not in (None, "interrupted")
+    return finished
 
 
 def fastest_specs(

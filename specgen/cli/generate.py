@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -19,7 +18,7 @@ from rich.text import Text
 from specgen import methods
 from specgen.base.errors import SpecgenError
 from specgen.base.types import LARGEST, SamplingParams
-from specgen.cli.commands import check_outputs
+from specgen.cli.commands import check_outputs, holds_single_run
 from specgen.cli.conversation import Conversation, Decoding
 from specgen.cli.opening import Opening, check_grammar, show_what_decodes
 from specgen.cli.options import DecodingGroup, GenerateOptions, GenerateOutput, GenerateSampling
@@ -235,32 +234,11 @@ def _say_what_is_lost(asked: GenerateOptions, output: GenerateOutput, err: Conso
     holds the runs of several prompts."""
     if asked.prompts is not None or output.trace is None:
         return
-    if _is_recorded(output.trace) and not output.quiet:
+    if holds_single_run(output.trace) and not output.quiet:
         err.print(
             Text(f"{output.trace} is written anew: the run that it holds is replaced", "quiet"),
             soft_wrap=True,
         )
-
-
-def _is_recorded(path: Path) -> bool:
-    """Whether a file holds a run of one prompt, which a new run may replace.
-
-    Raises SpecgenError if it holds runs of several prompts, of `generate --prompts` or of
-    `compare`: they took long.
-    """
-    if not path.is_file():  # what is read from a pipe is lost for its reader
-        return False
-    try:
-        with path.open("rb") as file:
-            start = json.loads(file.readline())
-    except (OSError, ValueError):
-        return False
-    if not isinstance(start, dict):
-        return False
-    if start.get("prompt_index") is not None:
-        problem = f"the trace {path} holds the runs of several prompts, which would be lost"
-        raise SpecgenError(problem, "Name another file, or delete this one")
-    return True
 
 
 def _is_read_in_turns(asked: GenerateOptions, output: GenerateOutput) -> bool:

@@ -95,9 +95,9 @@ class PromptsFile:
                     self._err.print()
 
     def _continue(self, path: Path, trace: TraceWriter) -> None:
-        """Takes over the finished runs in the trace, if this command wrote it and was interrupted;
-        else it is written anew. Raises SpecgenError if another command was interrupted, because its
-        answers would be lost."""
+        """Takes over the finished runs in the trace, if this command wrote it and was interrupted.
+        Its complete trace, and the run of a single prompt, are written anew. Raises SpecgenError if
+        other answers would be lost."""
         if not path.is_file():
             return
         from specgen.traces.reader import read_trace  # imports pydantic
@@ -117,25 +117,21 @@ class PromptsFile:
                 break
             self._finished.append(run)
 
+        if own < len(runs) and runs[-1].start.get("prompt_index") is not None:
+            held = counted(sum(map(_is_finished, runs)), "finished answer")
+            raise SpecgenError(
+                (
+                    f"the trace {path} holds a run of other prompts or options "
+                    f"({runs[0].method}, {held}), which would be lost"
+                ),
+                "Name another file, or delete this one",
+            )
         if len(self._finished) == len(self._prompts):  # nothing was interrupted
             self._finished.clear()
         if self._finished:
             trace.keep = self._finished[-1].end
             self._say(f"continuing {path}, which has {counted(len(self._finished), 'answer')}")
             return
-        if (
-            own < len(runs)
-            and not _is_finished(runs[-1])
-            and runs[-1].start.get("prompt_index") is not None
-        ):
-            held = counted(sum(map(_is_finished, runs)), "finished answer")
-            raise SpecgenError(
-                (
-                    f"the trace {path} holds an interrupted run of other prompts or options "
-                    f"({runs[0].method}, {held})"
-                ),
-                "Name another file, or delete this one",
-            )
         if runs:
             self._say(f"{path} is written anew: it holds nothing to continue")
 

@@ -304,6 +304,12 @@ class Runner:
         specs = [spec for spec in self.config.specs if spec.written in written]
         return len(self.results.runs) == len(recorded.runs) and bool(self._missing(specs))
 
+    def is_complete(self, recorded: RecordedComparison) -> bool:
+        """Whether the `recorded` runs, which were added, are all runs of this comparison."""
+        if len(self.results.runs) != len(recorded.runs):
+            return False
+        return not self._missing(self.config.specs)
+
     def _missing(self, specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, ListedPrompt, int]]:
         return [
             (spec, prompt, repeat)

@@ -338,7 +338,8 @@ def resolve(
     known = known_settings(method, policy)
     for name in wanted:
         if name not in known:
-            raise _unknown_setting(name, method, policy, known)
+            named = "policy" in given
+            raise _unknown_setting(name, method, policy, known, is_policy_named=named)
     if policy == Fixed.name and "depth" in known:
         _join_k_and_depth(known, wanted)
     values = {
@@ -399,14 +400,28 @@ def _settable(method: Method, known: Mapping[str, Setting]) -> list[str]:
 
 
 def _unknown_setting(
-    name: str, method: Method, policy: str | None, known: Mapping[str, Setting]
+    name: str,
+    method: Method,
+    policy: str | None,
+    known: Mapping[str, Setting],
+    *,
+    is_policy_named: bool,
 ) -> SpecgenError:
+    """Returns the error for a setting that the method does not have with this length policy. It
+    names the policies that have it; without those, a setting with a similar name."""
     combination = method.name
     if policy != method.policy:
         combination = f"{method.name} with policy={policy}"
-    settable = [*_settable(method, known), *method.policy_by_setting]
-    hint = f"It has {', '.join(dict.fromkeys(settable))}" if settable else "It has none"
-    return SpecgenError(f"{combination} has no setting {name!r}{nearest(name, settable)}", hint)
+    settable = _settable(method, known)
+    if not is_policy_named:
+        settable = list(dict.fromkeys([*settable, *method.policy_by_setting]))
+    hint = f"It has {', '.join(settable)}" if settable else "It has none"
+    others = [other for other in available_policies(method) if name in POLICIES[other].settings]
+    problem = f"{combination} has no setting {name!r}"
+    if not others:
+        return SpecgenError(f"{problem}{nearest(name, settable)}", hint)
+    owners = " or ".join(f"policy={other}" for other in others)
+    return SpecgenError(f"{problem}, which belongs to {owners}", hint)
 
 
 def _check_combination(

@@ -10,6 +10,7 @@ server does.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
@@ -18,6 +19,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -163,6 +165,7 @@ def made(method: Any, name: str) -> Method:
 def _imported(module_name: str, name: str) -> ModuleType:
     """Imports a module. What it prints goes to standard error. Raises SpecgenError if there is no
     such module, or if its import fails."""
+    _check_module_name(module_name, name)
     sys.path += [folder for folder in dict.fromkeys(_further_places) if folder not in sys.path]
     try:
         with redirect_stdout(sys.stderr):
@@ -177,6 +180,20 @@ def _imported(module_name: str, name: str) -> ModuleType:
         raise _failed(module_name, error) from error
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise _failed(module_name, error) from error
+
+
+def _check_module_name(module_name: str, name: str) -> None:
+    """Raises SpecgenError if the module is named as a path, with the name to take."""
+    if not re.search(r"[/\\]|\.py$", module_name):
+        return
+    path = Path(module_name.removesuffix(".py"))
+    class_name = name.partition(":")[2]
+    hint = HOW
+    if all(part.isidentifier() for part in path.parts):
+        hint = f"Take {'.'.join(path.parts)}:{class_name}"
+    elif path.name.isidentifier():
+        hint = f"Take {path.name}:{class_name}, with PYTHONPATH={path.parent}"
+    raise SpecgenError(f"{module_name} is a path: a method's module is named as for import", hint)
 
 
 def _failed(module_name: str, error: BaseException) -> SpecgenError:
