@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,7 +24,7 @@ from tuning_helpers import outcome
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
-from specgen.engine.parts.part import BlockWeights
+from specgen.engine.parts.part import BlockWeights, MtpWeights
 from specgen.engine.parts.trained_part import HeadVariant, variant_of
 from specgen.pair.pair import Pair
 from specgen.tune.exports.choice import export
@@ -74,7 +74,8 @@ def of(
 
 
 def block(kind: str, longest: int = 7) -> ExportedHead:
-    return ExportedHead("a head", kind, longest)
+    rows = longest if kind == "dspark" else longest + 1
+    return ExportedHead("a head", kind, longest, rows)
 
 
 CASES = {
@@ -143,6 +144,8 @@ CASES = {
     "dflash at a temperature": of("block", block("dflash"), SAMPLED, k=5),
     "dflash2": of("block", block("dflash2"), k=5),
     "dflash2, longer than its block": of("block", block("dflash2", 3), k=7),
+    "dflash2 in a short block": of("block", block("dflash2", 15), k=7, block_size=6),
+    "dspark in a short block": of("block", block("dspark"), k=4, block_size=4),
     "a tree of dflash": of("block", block("dflash"), nodes=24, k=7),
     "dspark": of("block", block("dspark", 5), k=7),
     "dspark at a temperature": of("block", block("dspark"), SAMPLED, policy="adaptive"),
@@ -329,18 +332,26 @@ def test_the_models_of_a_pair(demo_pair: Pair) -> None:
     assert greedy.sampling == {}
 
 
+MARKOV = {"markov_head.markov_w1.weight": torch.zeros(1)}
+
+
 @pytest.mark.parametrize(
-    ("from_anchor", "tensor", "variant"),
+    ("fields", "variant"),
     [
-        (False, "fc.weight", HeadVariant("dflash", 7)),
-        (False, "candidate_selector.hidden_projection.weight", HeadVariant("dflash2", 7)),
-        (True, "fc.weight", HeadVariant("dspark", 8)),
-        (False, "markov_head.markov_w1.weight", HeadVariant("dspark", 7)),
+        ({"from_anchor": False}, HeadVariant("dflash", 7, 8)),
+        ({"from_anchor": False, "candidates": 16}, HeadVariant("dflash2", 7, 8)),
+        ({"from_anchor": False, "conv_group": 8}, HeadVariant("dflash2", 7, 8)),
+        ({"from_anchor": True}, HeadVariant("dspark", 8, 8)),
+        ({"from_anchor": False, "tensors": MARKOV}, HeadVariant("dspark", 7, 8)),
     ],
 )
-def test_the_kinds_of_block_heads(from_anchor: bool, tensor: str, variant: HeadVariant) -> None:
-    weights = BlockWeights({}, {tensor: torch.zeros(1)}, from_anchor=from_anchor)
-    assert variant_of(weights) == variant
+def test_the_kinds_of_block_heads(fields: dict[str, Any], variant: HeadVariant) -> None:
+    assert variant_of(BlockWeights(**{"config": {}, "tensors": {}, **fields})) == variant
+
+
+def test_the_number_of_mtp_layers_is_exported() -> None:
+    architecture: Any = SimpleNamespace(num_layers=2)
+    assert variant_of(MtpWeights(architecture, {})) == HeadVariant("mtp", layers=2)
 
 
 @pytest.mark.parametrize("name", ["svip", "adaptive", "pearl", "spectr"])

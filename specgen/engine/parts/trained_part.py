@@ -54,7 +54,6 @@ _EXIT_COMMENT = (
     "# Early exit for `specgen generate -m eesd`. Its weights are in exit.safetensors.\n"
 )
 _SAVED_DTYPE = torch.bfloat16
-SELECTOR = "candidate_selector."  # of DFlash2
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +113,14 @@ class HeadDescription:
 class HeadVariant:
     """What kind of head others call a head: `name`, such as `eagle3` or `dspark`.
 
-    `longest` is the longest draft that it makes in one pass, None if it drafts one token a pass.
-    `layers` is the number of layers of MTP, each of which drafts one token, 1 for other heads.
+    `longest` is the longest draft that it makes in one pass, None if it drafts one token a pass;
+    `rows` is the number of rows of that pass, 0 if it is no block. `layers` is the number of layers
+    of MTP, each of which drafts one token, 1 for other heads.
     """
 
     name: str
     longest: int | None = None
+    rows: int = 0
     layers: int = 1
 
 
@@ -246,14 +247,14 @@ def variant_of(weights: HeadWeights | MtpWeights | AssistantWeights) -> HeadVari
 
 
 def _block_variant(weights: BlockWeights) -> HeadVariant:
-    """Returns DSpark where rows predict the token after their own or read the token before,
-    DFlash2 where a selector chooses among candidates, DFlash otherwise."""
-    longest = weights.block_size if weights.from_anchor else weights.block_size - 1
-    if any(name.startswith(SELECTOR) for name in weights.tensors):
-        return HeadVariant("dflash2", longest)
-    if weights.from_anchor or SUCCESSORS in weights.tensors:
-        return HeadVariant("dspark", longest)
-    return HeadVariant("dflash", longest)
+    """Returns DFlash2 where there are convolutions or a selector, DSpark where rows predict the
+    token after their own or read the token before, DFlash otherwise."""
+    name = "dflash"
+    if weights.candidates or weights.conv_group:
+        name = "dflash2"
+    elif weights.from_anchor or SUCCESSORS in weights.tensors:
+        name = "dspark"
+    return HeadVariant(name, weights.drafts, weights.block_size)
 
 
 def part_digest(path: Path, *, is_exit: bool) -> str:

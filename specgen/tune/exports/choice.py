@@ -12,7 +12,7 @@ from specgen.base.part_kinds import MTP
 from specgen.methods.copying import OFF
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.tune.exports.engines import ENGINES
-from specgen.tune.exports.records import DRAFTERS, ExportedMethod, ExportedModels
+from specgen.tune.exports.records import BLOCKS, DRAFTERS, ExportedMethod, ExportedModels
 
 if TYPE_CHECKING:
     from specgen.base.settings import Value
@@ -279,6 +279,11 @@ def _lost(name: str, method: ExportedMethod) -> list[str]:
     if method.drafts_trees and is_chain:
         size = "width" if method.width != 1 else "nodes"
         notes.append(f"{name} drafts chains: the tree ({size} {method.settings[size]}) is left out")
+    if method.drafter in BLOCKS and method.needed_rows < method.rows:
+        notes.append(
+            f"{name} may run the block with {method.needed_rows} rows, which changes what is "
+            f"accepted; specgen does so with block_size={method.needed_rows}"
+        )
     notes += _copying(name, method)
     notes += _judging(name, method, is_chain=is_chain)
     note = engine.policies.get(method.name) or engine.drafters[method.drafter]

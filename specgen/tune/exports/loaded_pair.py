@@ -65,7 +65,7 @@ def _heads(pair: Pair, tuned: Iterable[str], target: str) -> dict[str, ExportedH
 
 def _head(part: TrainedPart, variant: HeadVariant, target: str) -> ExportedHead:
     folder = target if variant.name == MTP else str(part.path)
-    return ExportedHead(folder, variant.name, variant.longest, variant.layers)
+    return ExportedHead(folder, variant.name, variant.longest, variant.rows, variant.layers)
 
 
 def _name(model: LoadedModel, engine: str) -> str:

@@ -40,13 +40,13 @@ class ExportedHead:
     """A trained head, or MTP layers in the target's files.
 
     `drafter` is a key of `DRAFTERS`. `folder` is the head's, for MTP layers the target's.
-    `longest` is the longest draft that it makes in a pass, None if there is no limit; `layers` is
-    the number of MTP layers.
+    `longest`, `rows` and `layers` are those of `HeadVariant`.
     """
 
     folder: str
     drafter: str
     longest: int | None = None
+    rows: int = 0
     layers: int = 1
 
 
@@ -120,8 +120,23 @@ class ExportedMethod:
         """The number of drafted tokens per round to export."""
         mean = 0 if self.mean_length is None else round(self.mean_length)
         length = self.tuned_length or mean or LENGTH
-        longest = None if self.head is None else self.head.longest
-        return length if longest is None else min(length, longest)
+        if self.head is None or self.head.longest is None:
+            return length
+        left_out = self.head.rows - self.rows
+        return min(length, self.head.longest - left_out)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a block's pass here."""
+        trained = 0 if self.head is None else self.head.rows
+        return min(int(self.settings.get("block_size", 0)) or trained, trained)
+
+    @property
+    def needed_rows(self) -> int:
+        """The number of rows of a block's pass that drafts the exported number of tokens."""
+        if self.head is None or self.head.longest is None:
+            return 0
+        return self.length + self.head.rows - self.head.longest
 
     @property
     def width(self) -> int:
