@@ -682,7 +682,7 @@ def test_a_baseline_with_other_numbers_may_give_other_tokens(compare: Compare) -
 
 
 def test_later_turns_follow_plain_decodings_answers(compare: Compare, tmp_path: Path) -> None:
-    path, trace = tmp_path / "question.jsonl", tmp_path / "t.jsonl"
+    path = tmp_path / "question.jsonl"
     path.write_text(
         json.dumps({"question_id": 1, "category": "qa", "turns": ["hello there", "and now"]})
     )
@@ -702,6 +702,7 @@ def test_later_turns_follow_plain_decodings_answers(compare: Compare, tmp_path: 
             "1",
             *extra,
         )
+        trace = tmp_path / f"{len(extra)}.jsonl"
         code, out, _ = compare(*options, "--trace", str(trace), "--json")
         assert (code, parsed(out)[1]["identical"]) == (0, 2)
         lines = parsed(trace.read_text())

@@ -124,12 +124,12 @@ def test_another_commands_trace_is_kept(
     generate("--trace", str(trace))
     whole = trace.read_text(encoding="utf-8")
     cut = "".join(whole.splitlines(keepends=True)[:-1])
-    for text, finished in ((cut, 2), (whole, 3)):
+    for text, finished, kind in ((cut, 2, "an interrupted run"), (whole, 3, "a run")):
         trace.write_text(text, encoding="utf-8")
         code, out, err = generate("--json", "--trace", str(trace), *changed)
         assert (code, out, trace.read_text(encoding="utf-8")) == (2, "", text)
         assert (
-            f"the trace {trace} holds a run of other prompts or options (sd, {finished} finished "
+            f"the trace {trace} holds {kind} of other prompts or options (sd, {finished} finished "
             "answers), which would be lost. Name"
         ) in err
 

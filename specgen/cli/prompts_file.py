@@ -119,9 +119,10 @@ class PromptsFile:
 
         if own < len(runs) and runs[-1].start.get("prompt_index") is not None:
             held = counted(sum(map(_is_finished, runs)), "finished answer")
+            kind = "a run" if _is_finished(runs[-1]) else "an interrupted run"
             raise SpecgenError(
                 (
-                    f"the trace {path} holds a run of other prompts or options "
+                    f"the trace {path} holds {kind} of other prompts or options "
                     f"({runs[0].method}, {held}), which would be lost"
                 ),
                 "Name another file, or delete this one",
