@@ -22,9 +22,10 @@ from specgen.engine.kernels.branches import PassProgram
 from specgen.engine.kernels.library import kernels
 from specgen.engine.kernels.operators import Kernels
 from specgen.engine.model_runner import ModelRunner
-from specgen.engine.parts import eagle, own_layers, published_heads
+from specgen.engine.parts import block, eagle, own_layers, published_heads
 from specgen.engine.parts.medusa import MedusaRunner
 from specgen.engine.parts.own_layers import Predictor
+from specgen.engine.parts.part import HeldRows
 from specgen.engine.penalties import GenerationConfig, PenaltyProcessor
 
 # what differs in the target's keys, which GliDe reads: groups, norms, partial rotation, none
@@ -388,3 +389,52 @@ def test_the_acceptance_predictor_computes_the_papers_formula(backend: str) -> N
         logit = predictor.logits(predictor.offsets(before), states[1:], torch.tensor([position]))
         # training's form
         torch.testing.assert_close(logit.sigmoid()[0], expected, atol=1e-5, rtol=0)
+
+
+def test_held_rows_are_the_last_ones_of_each_token() -> None:
+    held = HeldRows()
+    assert held.joined() is None
+    held.add(3, torch.tensor([[3.0], [4.0], [5.0], [6.0]]))
+    held.add(5, torch.tensor([[5.5], [6.5], [7.5]]))  # in place of those of rejected tokens
+    held.add(7, torch.tensor([[7.0]]))
+    first, rows = held.joined() or (0, torch.empty(0))
+    assert first == 3
+    assert rows.flatten().tolist() == [3.0, 4.0, 5.5, 6.5, 7.0]
+    held.add(4, torch.tensor([[4.5]]))
+    _, rows = held.joined() or (0, torch.empty(0))
+    assert rows.flatten().tolist() == [3.0, 4.5]
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs the kernels")
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("block-deepspec", {"head_layers": 2, "qk_norm": True}),
+        ("block-zlab", {"family": "gemma2", "scales": (3.0, 0.5, 2.0)}),
+    ],
+)
+def test_a_block_takes_one_call_of_the_kernels(
+    kind: str, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives the rows of separate calls."""
+    rows: list[int] = []
+    run_pass = Kernels.run_pass
+
+    def counted(own: Kernels, program: PassProgram, *arguments: Any) -> Any:
+        rows.append(arguments[-1])
+        return run_pass(own, program, *arguments)
+
+    def run(part: Part) -> tuple[torch.Tensor, list[int]]:
+        context = Context([1, 5, 6, 7])
+        part.made.target.logits(context)
+        rows.clear()
+        return part.made.draft.logits(context, [3, 4]).logits, list(rows)
+
+    options: dict[str, Any] = {"backend": "native", **sizes}
+    monkeypatch.setattr(Kernels, "run_pass", counted)
+    at_once, calls = run(Part(kind, **options))
+    assert len(calls) == 1
+    monkeypatch.setattr(block.BlockPass, "_short_pass", lambda *_: None)
+    in_parts, calls = run(Part(kind, **options))
+    assert not calls
+    torch.testing.assert_close(at_once, in_parts, atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context
 from specgen.engine.devices import inference, upload
-from specgen.engine.forward_pass import ModelOutput, chain_parents, depths, draft_nodes
+from specgen.engine.forward_pass import ModelOutput, depths, draft_nodes
 from specgen.engine.model_runner import DraftRunner, DraftTraits, ModelRunner, SizedRunner
 from specgen.engine.penalties import PenaltyProcessor, penalised_logits
 
@@ -71,28 +71,17 @@ class BlockRunner(SizedRunner, ABC):
         The arguments are those of `ModelRunner.logits`. No draft token may be on the level of the
         last row: the logits after it would need a further row.
         """
-        levels = [
-            0,
-            *(
-                depth + 1
-                for depth in depths(chain_parents(len(draft)) if parents is None else parents)
-            ),
-        ]
+        if parents is None or isinstance(parents, range):
+            levels: Sequence[int] = range(len(draft) + 1)
+        else:
+            levels = [0, *(depth + 1 for depth in depths(parents))]
         count = 1 + max(levels)
         known = self._computed
         if known is None or not self._is_same(context) or len(known[2].logits) < count:
             known = context, len(context), self.rows(context, count)
             self._computed = known
         self._deepest = max(self._deepest, count)
-        picked = upload(torch.tensor(levels[start:]), self.device)
-        logits, states, *_ = known[2]
-        output = self.after(
-            [context.ids[-1], *draft][start:],
-            ModelOutput(
-                logits.index_select(0, picked),
-                None if states is None else states.index_select(0, picked),
-            ),
-        )
+        output = self.after([context.ids[-1], *draft][start:], _picked(known[2], levels[start:]))
         return penalised(output, self._penalties, context, draft, parents, start)
 
     def _is_same(self, context: Context) -> bool:
@@ -118,6 +107,19 @@ class BlockRunner(SizedRunner, ABC):
         """Drops the rows that were computed, and empties the KV cache if there is one. For
         measurements."""
         self._computed = None
+
+
+def _picked(rows: ModelOutput, levels: Sequence[int]) -> ModelOutput:
+    """Returns the rows of these levels, in their order; views of a range's."""
+    logits, states, *_ = rows
+    if isinstance(levels, range):
+        own = slice(levels.start, levels.stop)
+        return ModelOutput(logits[own], None if states is None else states[own])
+    picked = upload(torch.tensor(levels), logits.device)
+    return ModelOutput(
+        logits.index_select(0, picked),
+        None if states is None else states.index_select(0, picked),
+    )
 
 
 def penalised(

@@ -279,13 +279,14 @@ class LearnedCosts:
     def _verification(self) -> tuple[float, float, float]:
         """Returns the seconds of a pass over one token (the unit), and the line through the passes
         with drafted tokens: see `_line`."""
-        expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens, _ in self._passes}
+        widths = {tokens for tokens, _ in self._passes}
+        expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens in widths}
         usual = _lower([seconds / expected[tokens] for tokens, seconds in self._passes], 4)
-        most = _OUTLIER * usual
+        most = {tokens: _OUTLIER * usual * times for tokens, times in expected.items()}
         plain = list[float]()
         verified = list[tuple[int, float]]()
         for tokens, seconds in self._passes:
-            seconds = min(seconds, most * expected[tokens])
+            seconds = min(seconds, most[tokens])
             if tokens:
                 verified.append((tokens, seconds))
             else:

@@ -380,6 +380,13 @@ class NativeForward:
         stops = {index for index, call in enumerate(calls) if call.layer in self.taps}
         self._stack = LayerStack([model.layers[call.layer] for call in calls], calls, stops)
         self._program = self._short_pass()
+        # of each piece of a short pass, the first column of the features before it; None: none
+        self._tap_columns: list[int | None] = []
+        for piece in self._stack.short_pieces:
+            layer = calls[piece.first].layer
+            is_tapped = layer in self.taps
+            column = self.taps.index(layer) * model.shape.hidden_size if is_tapped else None
+            self._tap_columns.append(column)
 
     def _short_pass(self) -> PassProgram | None:
         """Returns the program of short passes; None if the kernels cannot run all of them."""
@@ -452,17 +459,17 @@ class NativeForward:
         rows = forward_pass.last - forward_pass.first
         width = program.width
         cache = place.cache
-        read = SegmentInputs(place.kinds, cache.places(), cache.first_layer)
-        segments = [read] * len(program.segments)
         features: torch.Tensor | None = None
+        address = 0
+        stride = len(self.taps) * width
         if self.taps:
-            features = torch.empty(rows, len(self.taps) * width)
-            for index, piece in enumerate(self._stack.short_pieces):
-                layer = self._calls[piece.first].layer
-                if layer in self.taps:
-                    column = self.taps.index(layer) * width
-                    tap = features.data_ptr() + 4 * column, len(self.taps) * width
-                    segments[index] = read._replace(tap=tap)
+            features = torch.empty(rows, stride)
+            address = features.data_ptr()
+        read = place.kinds, cache.places(), cache.first_layer
+        segments = [
+            SegmentInputs(*read, None if column is None else (address + 4 * column, stride))
+            for column in self._tap_columns
+        ]
         states, logits = kernels.run_pass(
             program, tokens, segments, place.slot, 0 if self.outer is None else kept
         )

@@ -23,6 +23,8 @@ from specgen.base.types import Context
 from specgen.engine.block_runner import BlockRunner
 from specgen.engine.devices import upload
 from specgen.engine.forward_pass import NO_NODES, ForwardPass, ModelOutput
+from specgen.engine.kernels.branches import PassProgram, Program, SegmentInputs, Table
+from specgen.engine.kernels.packing import FLOAT_KINDS
 from specgen.engine.model import Model
 from specgen.engine.model_runner import ModelRunner, Runners
 from specgen.engine.native.attend import attend_batch
@@ -32,15 +34,14 @@ from specgen.engine.native.inputs import PassInputs, layer_kinds
 from specgen.engine.native.kv_buffer import KVBuffer
 from specgen.engine.native.layer import Branch, NativeLayer
 from specgen.engine.native.layer_files import (
-    EMBEDDING,
     FINAL_NORM,
     HEAD,
     layer_files,
     read_layer,
 )
-from specgen.engine.native.layer_stack import LayerStack
-from specgen.engine.native.linear import MakeLinear
-from specgen.engine.native.native_model import final_logits
+from specgen.engine.native.layer_stack import SHORT_PASS, LayerStack
+from specgen.engine.native.linear import Linear, MakeLinear, kernel_runs
+from specgen.engine.native.native_model import NativeModel, final_logits
 from specgen.engine.native.norms import Norm, output_norm, rms_norm
 from specgen.engine.native.rotary import rotate
 from specgen.engine.parts.candidate_selector import CandidateSelector
@@ -120,12 +121,12 @@ class BlockLayers:
         def take(name: str) -> Tensor:
             return weights.tensors[name].to(device)
 
-        def norm(name: str) -> Norm:
+        def norm(name: str) -> tuple[Tensor, Norm]:
             weight = (take(name).float() * norm_gain).to(dtype)
-            return output_norm(architecture.norm_eps, norm_gain, weight)
+            return weight, output_norm(architecture.norm_eps, norm_gain, weight)
 
-        self.norm = norm(FINAL_NORM)
-        self._context_norm = norm(CONTEXT_NORM)
+        self.norm_weight, self.norm = norm(FINAL_NORM)
+        _, self._context_norm = norm(CONTEXT_NORM)
         self._fc = make_linear(part_weight(take(FC), dtype, make_linear), None, 1.0)
         _, kinds = layer_kinds(architecture, [device] * len(architecture.layers))
         self.layers = native_layers(
@@ -149,6 +150,13 @@ class BlockLayers:
             mixer.qk_norm[architecture.num_heads :] for mixer in plain if mixer.qk_norm is not None
         ]
         self._key_norm = torch.stack(norms).to(dtype) if norms else None
+        self._kernels = make_linear.kernels
+
+    @property
+    def program(self) -> Program | None:
+        """The layers of a short pass, if the kernels run all of them in one call."""
+        pieces = self._stack.short_pieces
+        return pieces[0].program if len(pieces) == 1 else None
 
     def _convolve(
         self,
@@ -207,6 +215,24 @@ class BlockLayers:
         rotate(keys.view(len(keys), -1, made.head_size), rotation)
         return torch.stack((keys, values), dim=2)
 
+    def write(self, reduced: Tensor, rotation: Tensor, cache: KVBuffer, first: int) -> None:
+        """Writes the keys and values of context tokens to `cache`, from the index `first` on. The
+        other arguments are those of `keys_values`."""
+        last = first + len(reduced)
+        written = [entries.written for entries in cache.entries(first, last, 0, last)]
+        kernels = self._kernels
+        if kernels is None:
+            keys_values = self.keys_values(reduced, rotation).unbind(1)
+            for slots, layer in zip(written, keys_values, strict=True):
+                slots.copy_(layer.permute(1, 2, 0, 3))
+            return
+        made = self._architecture
+        heads = self._project(reduced).view(len(reduced), len(self.layers), -1, made.head_size)
+        for index, own in enumerate(heads.unbind(1)):
+            if self._key_norm is not None:
+                kernels.norm_heads_(own, self._key_norm[index], made.norm_eps)
+            kernels.rotate_and_write(own, 0, made.num_kv_heads, rotation, written[index])
+
     def __call__(
         self,
         hidden: Tensor,
@@ -230,31 +256,63 @@ class BlockPass(DecoderRunner):
         super().__init__(weights, model, self._run)
         self.layers = BlockLayers(weights, self.device, model.dtype, self.make_linear, self.gain)
         self._mask = weights.mask_id
-        # of `embed`
-        scale = (
-            1.0 if EMBEDDING in weights.tensors else getattr(model.shape, "embedding_scale", 1.0)
-        )
-        self._embedding_scale = weights.embedding_scale / scale
+        # of `embed`: a target's embeddings have its factor
+        scale = getattr(model.shape, "embedding_scale", 1.0) if self._embedding is None else 1.0
+        self._scale = weights.embedding_scale / scale
+        self._lm_head: Linear | None = None
+        if HEAD in weights.tensors:
+            own = part_weight(weights.tensors[HEAD].to(model.device), model.dtype, self.make_linear)
+            self._lm_head = self.make_linear(own)
+        self._program = self._short_pass(weights.embedding_scale)
         forward = model.forward(taps=weights.feature_layers)
         self.target = FeatureRunner(
             model, forward, model.new_cache(), target_penalties, self.layers.reduced
         )
         self._whole = Context(())  # the last call's context, with its last token
+        self._known = Context(())  # without it
         # of a part of a long prompt
         self._no_rows = torch.empty(0, 0, dtype=model.dtype, device=self.device)
 
-    def states(self, context: Context, rows: int) -> Tensor:
-        """Returns the inputs [`rows`, width] of the LM head for a block of so many rows after the
-        context."""
+    def _short_pass(self, scale: float) -> PassProgram | None:
+        """Returns the program of the passes over blocks; None if the kernels cannot run all of
+        them. `scale` is the factor of the table's embeddings."""
+        kernels = self.make_linear.kernels
+        layers = self.layers.program
+        model = self.target_model
+        head = self._lm_head
+        table = self._embedding
+        if isinstance(model, NativeModel):
+            head = head or model.outer.head
+            table = model.outer.embedding if table is None else table
+        if kernels is None or layers is None or head is None or table is None:
+            return None
+        runs = kernel_runs(head)
+        if runs is None or table.dtype not in FLOAT_KINDS or not table.is_contiguous():
+            return None
+        return PassProgram(
+            [(layers, None)],
+            self.architecture.hidden_size,
+            SHORT_PASS,
+            table=Table(table, scale),
+            norm=self.layers.norm_weight,
+            eps=self.architecture.norm_eps,
+            head=runs[0],
+        )
+
+    def rows(self, context: Context, rows: int) -> ModelOutput:
+        """Returns the output of the LM head, without factor and cap, for the `rows` rows of a block
+        after the context, and its inputs [`rows`, width] as `hidden_states`."""
+        known = self._known
+        last = len(context) - 1
+        if context is self._whole and len(known) <= last:
+            known.extend(context.ids[len(known) : last])
+        else:
+            known = self._known = Context(context.ids[:last])
+            known.prompt_length = min(context.prompt_length, last)
         self._whole = context
-        known = Context(context.ids[:-1])
-        known.prompt_length = min(context.prompt_length, len(known))
-        block = [context.ids[-1], *[self._mask] * (rows - 1)]
         # drops the last block, also the tokens of it that were accepted
         self._cached.truncate(self._cached.committed)
-        output = self.logits(known, block, start=1)
-        assert output.hidden_states is not None
-        return output.hidden_states
+        return self.logits(known, [context.ids[-1], *[self._mask] * (rows - 1)], start=1)
 
     def _run(
         self,
@@ -263,17 +321,32 @@ class BlockPass(DecoderRunner):
     ) -> ModelOutput:
         first = forward_pass.first
         known = len(forward_pass.context)
-        cache = self.cache
         end = min(forward_pass.last, known)
         if first < end:
             context = forward_pass._replace(context=self._whole, draft=NO_NODES, last=end)
             self._write(self.target.features(context), first, long_rope=forward_pass.long_rope)
         if forward_pass.last == end:  # a part of a long prompt
             return ModelOutput(self._no_rows)
-        cache.length = known
-        block = forward_pass._replace(first=known)
-        states = self.layers(self.embed(block) * self._embedding_scale, self.inputs(block))
-        return ModelOutput(states, states)
+        self.cache.length = known
+        return self._run_block(forward_pass._replace(first=known))
+
+    def _run_block(self, block: ForwardPass) -> ModelOutput:
+        inputs = self.inputs(block)
+        place = inputs.place
+        kernels = self.make_linear.kernels
+        if self._program is None or kernels is None or place is None or inputs.rows > SHORT_PASS:
+            states = self.layers(self.embed(block) * self._scale, inputs)
+            return ModelOutput(self._head(states), states)
+        kernels.use_threads(torch.get_num_threads())
+        read = SegmentInputs(place.kinds, place.cache.places(), place.cache.first_layer)
+        states, logits = kernels.run_pass(self._program, block.ids, [read], place.slot, inputs.rows)
+        assert logits is not None
+        return ModelOutput(logits, states)
+
+    def _head(self, states: Tensor) -> Tensor:
+        if self._lm_head is None:
+            return self.target_model.head_logits(states, is_raw=True)
+        return self._lm_head(states)
 
     def _write(
         self,
@@ -286,13 +359,10 @@ class BlockPass(DecoderRunner):
         the cache, from `first` on."""
         cache = self.cache
         table = self.inputs.tables[0]
-        last = first + len(reduced)
         assert isinstance(cache, KVBuffer)
         assert table is not None
-        keys_values = self.layers.keys_values(reduced, table.rows(first, last, long_rope)[:, None])
-        written = cache.entries(first, last, 0, last)
-        for entries, layer in zip(written, keys_values.unbind(1), strict=True):
-            entries.written.copy_(layer.permute(1, 2, 0, 3))
+        rotation = table.rows(first, first + len(reduced), long_rope)[:, None]
+        self.layers.write(reduced, rotation, cache, first)
 
 
 class BlockHeadRunner(BlockRunner):
@@ -319,17 +389,16 @@ class BlockHeadRunner(BlockRunner):
         self._rows = weights.block_size
         super().__init__(self._pass, weights.drafts, penalties)
         self.target = self._pass.target
-        self._model = model
         self._architecture = weights.architecture
-        self._lm_head = self._successors = self._successor_head = self._selector = None
+        self._successors: Tensor | None = None
+        self._successor_head: Linear | None = None
+        self._selector: CandidateSelector | None = None
 
         def take(name: str) -> Tensor:
             return part_weight(
                 weights.tensors[name].to(model.device), model.dtype, self._pass.make_linear
             )
 
-        if HEAD in weights.tensors:
-            self._lm_head = self._pass.make_linear(take(HEAD))
         if SUCCESSORS in weights.tensors:
             self._successors = take(SUCCESSORS)
             self._successor_head = self._pass.make_linear(take(SUCCESSOR_HEAD))
@@ -352,12 +421,11 @@ class BlockHeadRunner(BlockRunner):
         context: Context,
         count: int,
     ) -> ModelOutput:
-        states = self._pass.states(context, self._rows)[self._first :]
-        logits = (
-            self._model.head_logits(states, is_raw=True)
-            if self._lm_head is None
-            else self._lm_head(states)
-        )
+        logits, states, *_ = self._pass.rows(context, self._rows)
+        assert states is not None
+        if self._first:
+            logits = logits[self._first :]
+            states = states[self._first :]
         if self._selector is None:
             logits = final_logits(self._architecture, logits)
         return ModelOutput(logits, states)
@@ -373,7 +441,7 @@ class BlockHeadRunner(BlockRunner):
         assert self._successors is not None
         assert self._successor_head is not None
         rank = self._successors.index_select(0, before).to(logits.dtype)
-        logits = logits + self._successor_head(rank)
+        logits = self._successor_head.add_to(logits.clone(), rank)
         states = torch.cat((states, rank), dim=-1)
         return ModelOutput(of_all_tokens(logits, self._vocabulary, self.vocab_size), states)
 

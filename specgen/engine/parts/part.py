@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,6 +28,8 @@ from specgen.engine.native.linear import LinearFactory, MakeLinear
 from specgen.engine.native.norms import norm_gain
 from specgen.engine.penalties import PenaltyProcessor
 from specgen.engine.weights import Take
+
+_MOST_HELD = 64  # rows of features that are not reduced yet
 
 
 @dataclass(frozen=True)
@@ -224,15 +227,30 @@ class AssistantWeights:
 HeadWeights = MedusaWeights | EagleWeights | GlideWeights | BlockWeights
 
 
+class RowBuffer(NamedTuple):
+    """A buffer `rows` [capacity, width]: where its first row is, and the bytes of a row."""
+
+    rows: torch.Tensor
+    capacity: int
+    row_bytes: int
+    address: int
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> RowBuffer:
+        return cls(rows, len(rows), rows.stride(0) * rows.element_size(), rows.data_ptr())
+
+
 class KeptRows:
-    """A row (such as features) for each token in a KV cache, in a buffer `kept` [capacity,
-    width]."""
+    """A row (such as features) for each token in a KV cache."""
 
     def __init__(self) -> None:
-        self.kept = torch.empty(0, 0)
-        self._capacity = 0
-        self._row_bytes = 0
-        self._address = 0
+        # replaced as a whole: a call may be interrupted between two statements
+        self._buffer = RowBuffer.of(torch.empty(0, 0))
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The rows [capacity, width] by cache index."""
+        return self._buffer.rows
 
     def write(self, first: int, rows: torch.Tensor, capacity: int) -> None:
         """Keeps the rows [n, width] of the tokens with cache indices `first`, `first` + 1, ...
@@ -250,20 +268,18 @@ class KeptRows:
     def make_room(self, first: int, end: int, like: torch.Tensor, capacity: int) -> None:
         """Makes room for the rows `first` to `end` - 1. A new buffer has room for `capacity` rows,
         of the width, the dtype and the device of `like`, and keeps the first ones."""
-        if end <= self._capacity:
+        buffer = self._buffer
+        if end <= buffer.capacity:
             return
-        self._capacity = max(end, capacity, 2 * self._capacity)
-        larger = like.new_zeros(self._capacity, like.shape[1])
-        old = self.kept[:first]
+        larger = like.new_zeros(max(end, capacity, 2 * buffer.capacity), like.shape[1])
+        old = buffer.rows[:first]
         if len(old):
             larger[: len(old)] = old
-        self.kept = larger
-        self._row_bytes = larger.stride(0) * larger.element_size()
-        self._address = larger.data_ptr()
+        self._buffer = RowBuffer.of(larger)
 
     def address(self, index: int) -> int:
         """Returns where the row of the token with this cache index is."""
-        return self._address + index * self._row_bytes
+        return self._buffer.address + index * self._buffer.row_bytes
 
     def gather(self, indices: Sequence[int], start: int) -> None:
         """Moves the rows at cache `indices` to `start`, `start + 1`, ..., as
@@ -272,12 +288,46 @@ class KeptRows:
         self.kept[start : start + len(indices)] = self.kept.index_select(0, source)
 
 
+class HeldRows:
+    """The rows of the last tokens in a KV cache, pass by pass, before they are reduced."""
+
+    def __init__(self) -> None:
+        # of each pass the cache index of its first token, ascending, and the rows
+        self._passes: list[tuple[int, torch.Tensor]] = []
+
+    def add(self, first: int, rows: torch.Tensor) -> None:
+        """Holds the rows of a pass over the tokens with cache indices `first`, `first` + 1, ..., in
+        place of those that are held of them and of later ones."""
+        while self._passes and self._passes[-1][0] >= first:
+            self._passes.pop()
+        self._passes.append((first, rows))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so many rows are held that they should be reduced."""
+        last, rows = self._passes[-1]
+        return last + len(rows) - self._passes[0][0] > _MOST_HELD
+
+    def joined(self) -> tuple[int, torch.Tensor] | None:
+        """Returns the cache index of the first token, and the rows of all; None if there are
+        none."""
+        if not self._passes:
+            return None
+        parts = [rows[: later - first] for (first, rows), (later, _) in pairwise(self._passes)]
+        parts.append(self._passes[-1][1])
+        return self._passes[0][0], parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def clear(self) -> None:
+        self._passes = []
+
+
 class FeatureRunner(ModelRunner):
     """Runs a model by the function `run`, and keeps features of each token for a head or an exit
     that reads them.
 
     The features are the output's `features`, or `hidden_states` if there are none. `reduce`
-    computes what is kept from the features [n, ...] of a pass (None: they are kept as they are).
+    computes what is kept from the features [n, ...] of n tokens (None: they are kept as they are).
+    On a CPU it does so when they are read, so that it costs nothing while nothing is drafted.
     """
 
     def __init__(
@@ -292,21 +342,35 @@ class FeatureRunner(ModelRunner):
         self._run = run
         self._reduce = reduce
         self._rows = KeptRows()
-        self._cached.gathers.append(self._rows.gather)
+        self._held = HeldRows()
+        self._cached.gathers.append(self._gather)
 
     def _run_and_keep(self, forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
         output = self._run(forward_pass, logits_to_keep)
         kept = output.hidden_states if output.features is None else output.features
         assert kept is not None
-        self._rows.write(
-            forward_pass.first,
-            kept if self._reduce is None else self._reduce(kept),
-            self.cache.capacity,
-        )
+        if self._reduce is None:
+            self._rows.write(forward_pass.first, kept, self.cache.capacity)
+        else:
+            self._held.add(forward_pass.first, kept)
+            # a GPU's next pass may overwrite them
+            if not kept.is_cpu or self._held.is_long:
+                self._reduce_held()
         if output.features is None:
             return output
         # they belong to all tokens of the pass, not to the rows of the logits
         return output._replace(features=None)
+
+    def _reduce_held(self) -> None:
+        held = self._held.joined()
+        if held is not None and self._reduce is not None:
+            first, rows = held
+            self._rows.write(first, self._reduce(rows), self.cache.capacity)
+            self._held.clear()  # not before they are written: a call may be interrupted
+
+    def _gather(self, indices: Sequence[int], start: int) -> None:
+        self._reduce_held()
+        self._rows.gather(indices, start)
 
     def features(self, later: ForwardPass) -> torch.Tensor:
         """Returns the features [n, width] of the n tokens of the pass `later`, which reads them.
@@ -321,6 +385,7 @@ class FeatureRunner(ModelRunner):
             cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
             for earlier in cached.missing_passes(later.context, later.draft, later.last):
                 self._forward(earlier, 1)
+        self._reduce_held()
         return self._rows.kept[later.first : later.last]
 
     def resume(self, later: ForwardPass) -> int | None:
