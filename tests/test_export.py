@@ -149,6 +149,11 @@ CASES = {
     "a tree of dflash": of("block", block("dflash"), nodes=24, k=7),
     "dspark": of("block", block("dspark", 5), k=7),
     "dspark at a temperature": of("block", block("dspark"), SAMPLED, policy="adaptive"),
+    "sd after matches": of("sd", k=3, copy="auto"),
+    "mtp after matches": of("mtp", more={"target_type": "qwen3_5"}, k=3, copy="auto"),
+    "mtp after long matches": of("mtp", more={"target_type": "qwen3_5"}, k=3, copy=8),
+    "eagle after matches": of("eagle", width=1, k=3, copy="auto"),
+    "dflash2 after long matches": of("block", block("dflash2"), k=7, copy=6),
     "GGUF files": of(
         "sd", more={"target_gguf": "/m/a target.gguf", "draft_gguf": "/m/draft.gguf"}, k=3
     ),
@@ -244,6 +249,10 @@ def test_a_match_in_the_text_comes_before_the_draft() -> None:
     assert "--spec-type ngram-mod,draft-simple " in text_of("llama.cpp", CASES["adaptive"])
     alone = text_of("llama.cpp", CASES["adaptive without lookup"])
     assert "--spec-type draft-simple " in alone
+    long = text_of("llama.cpp", CASES["mtp after long matches"])
+    assert "--spec-type ngram-simple,draft-mtp " in long
+    assert "--spec-ngram-simple-size-n 8 " in long
+    assert "threshold: 8" in text_of("tensorrt-llm", CASES["mtp after long matches"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -298,7 +298,7 @@ def _copying(name: str, method: ExportedMethod) -> list[str]:
     """Returns the note on what the engine copies from the text in place of drafts."""
     if method.copies is None:
         return []
-    note = ENGINES[name].copies.get(method.drafter)
+    note = ENGINES[name].copies(method)
     return [note or f"{name} copies nothing from the text before it drafts with a model"]
 
 

@@ -23,14 +23,6 @@ from specgen.tune.exports.records import Engine
 _CONVERT_HEAD = "the head: convert_hf_to_gguf.py {head} --target-model-dir {target}"
 _OWN_LAYERS = "the GGUF file has to hold the MTP layers (otherwise name theirs with -md)"
 _NEW_TENSORRT = "of TensorRT-LLM, the release candidates of 1.3 and 1.4 have it"
-_SUFFIX_AUTOMATON = (
-    "matches in the text replace the drafter's tokens, which it drafts nevertheless; of "
-    "TensorRT-LLM, the release candidates of 1.3 and 1.4 have this"
-)
-_NGRAM_FIRST = (
-    "a match in the text comes before the draft: ngram-mod by itself looks for 24 tokens "
-    "and copies 48 to 64"
-)
 _SHORTER_BLOCKS = "mlx-vlm drafts shorter blocks where few of their tokens are accepted"
 _MODEL_KEYS = "models are named by their keys in LM Studio; not tried here"
 _DSPARK_KEYS = f"{_MODEL_KEYS}, and only recent versions have this option"
@@ -117,7 +109,7 @@ ENGINES: Mapping[str, Engine] = {
             "dflash": _NEW_TENSORRT,
         },
         trees=("eagle3",),
-        copies=dict.fromkeys(tensorrt_llm.SUFFIX_AUTOMATON, _SUFFIX_AUTOMATON),
+        copies=tensorrt_llm.copies,
     ),
     "llama.cpp": Engine(
         llama_cpp.write,
@@ -138,9 +130,7 @@ ENGINES: Mapping[str, Engine] = {
                 "shorter"
             ),
         },
-        copies=dict.fromkeys(
-            ("model", "mtp", "assistant", "eagle3", "dflash", "dflash2", "dspark"), _NGRAM_FIRST
-        ),
+        copies=llama_cpp.copies,
         length=llama_cpp.length,
         reads_gguf=True,
         names_gguf=True,

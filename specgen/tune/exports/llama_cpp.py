@@ -38,6 +38,15 @@ def write(method: ExportedMethod) -> str:
     return " ".join(words)
 
 
+def copies(method: ExportedMethod) -> str:
+    if method.copies:
+        return f"a match in the text of exactly {method.copies} tokens comes before the draft"
+    return (
+        "a match in the text comes before the draft: ngram-mod by itself looks for 24 tokens "
+        "and copies 48 to 64"
+    )
+
+
 def write_plain(models: ExportedModels) -> str:
     return f"llama-server -m {quote(models.target_gguf or TARGET)}"
 

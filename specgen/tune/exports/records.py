@@ -156,7 +156,7 @@ class ExportedMethod:
         return self.width != 1 or (self.drafter in BLOCKS and bool(self.settings.get("nodes")))
 
 
-def _refuses_nothing(_: ExportedMethod) -> str | None:
+def _says_nothing(_: ExportedMethod) -> str | None:
     return None
 
 
@@ -174,10 +174,11 @@ class Engine:
     (empty: nothing). In notes, names in braces stand for the value of a setting, the `head`'s
     folder, or the name of the `target` or the `draft` model. `policies` are the methods for draft
     models whose length rule it has, besides `sd`, with notes as well. `trees` are the drafters
-    whose drafts may be trees. `copies` are those before which it looks for a match in the text to
-    copy, with notes. `judges` are those whose drafts are drawn, and judged by their probabilities,
-    in sampling, as here. `refuses` returns why it cannot run a method otherwise, None if it can.
-    `length` returns the number of drafted tokens that its options state.
+    whose drafts may be trees. `copies` returns how it copies from the text before the drafter of a
+    method that does so here, None if it does not. `judges` are those whose drafts are drawn, and
+    judged by their probabilities, in sampling, as here. `refuses` returns why it cannot run a
+    method otherwise, None if it can. `length` returns the number of drafted tokens that its options
+    state.
 
     `reads_gguf`: its models are GGUF files; if `names_gguf`, its options name these.
     `finds_bundled`: it loads the bundled models, by their folders.
@@ -188,9 +189,9 @@ class Engine:
     drafters: Mapping[str, str]
     policies: Mapping[str, str] = field(default_factory=dict)
     trees: Collection[str] = ()
-    copies: Mapping[str, str] = field(default_factory=dict)
+    copies: Callable[[ExportedMethod], str | None] = _says_nothing
     judges: Collection[str] = ()
-    refuses: Callable[[ExportedMethod], str | None] = _refuses_nothing
+    refuses: Callable[[ExportedMethod], str | None] = _says_nothing
     length: Callable[[ExportedMethod], int] = _any_length
     reads_gguf: bool = False
     names_gguf: bool = False

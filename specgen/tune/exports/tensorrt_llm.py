@@ -15,7 +15,7 @@ _DECODING_TYPES = {
     "dflash": "DFlash",
 }
 _MATCH = 4  # TensorRT-LLM's own length of a match to copy
-SUFFIX_AUTOMATON = ("mtp", "eagle3", "pard")
+_SUFFIX_AUTOMATON = ("mtp", "eagle3", "pard")
 
 
 def write(method: ExportedMethod) -> str:
@@ -28,6 +28,15 @@ def write(method: ExportedMethod) -> str:
     written = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000).rstrip()
     command = f"{write_plain(method.models)} --config config.yaml"
     return f"# config.yaml, for: {command}\n{written}"
+
+
+def copies(method: ExportedMethod) -> str | None:
+    if method.drafter not in _SUFFIX_AUTOMATON:
+        return None
+    return (
+        "matches in the text replace the drafter's tokens, which it drafts nevertheless; of "
+        "TensorRT-LLM, the release candidates of 1.3 and 1.4 have this"
+    )
 
 
 def write_plain(models: ExportedModels) -> str:
@@ -56,6 +65,6 @@ def _speculative_config(method: ExportedMethod) -> dict[str, object]:
             "dynamic_tree_max_topK": method.width,
             "max_total_draft_tokens": most,
         }
-    if method.copies is not None and method.drafter in SUFFIX_AUTOMATON:
+    if method.copies is not None and method.drafter in _SUFFIX_AUTOMATON:
         config["sa_config"] = {"threshold": method.copies or _MATCH}
     return config
