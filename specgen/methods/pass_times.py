@@ -83,8 +83,8 @@ class RunTimes:
         window = _window(models, request, worker, costs)
         is_ablation = not (values["pre_verify"] and values["post_verify"])
         may_take_turns = values["window"] == AUTO and not is_ablation
-        deciding = costs or _tuned_costs(models, request)
-        if may_take_turns and deciding is not None and not deciding.overlaps:
+        deciding = (costs or _tuned_costs(models, request)) if may_take_turns else None
+        if deciding is not None and not deciding.overlaps:
             length = deciding.length_in_turn
             return cls(costs, window, request.settings.with_value("window", length), None, length)
         if values["window"] != AUTO or costs is None:
