@@ -50,10 +50,10 @@ _LONGEST = 1e9
 _LAST_PASSES = 64
 _LAST_DRAFTS = 32
 _OUTLIER = 3.0  # a time counts as at most this many times the usual one
-# each of the first rounds changes the costs, later every fourth: it takes as long as drafting a
+# each of the first rounds changes the costs, later every eighth: it takes as long as drafting a
 # token
 _EACH = 16
-_EVERY = 4
+_EVERY = 8
 # target passes: a draft that is usually shorter may take this many times `_OUTLIER` too
 _LEAST_DRAFT = 0.1
 # if the first token costs more than this many further ones, the drafter makes all in one pass
