@@ -186,16 +186,15 @@ class Figures:
         return _ratio(self.accepted, self.drafted)
 
     @property
-    def rates_by_source(self) -> Sequence[tuple[float, int, str]]:
-        """The acceptance rate, the number of drafted tokens and the source in words, of copied
-        tokens and of the model's. Empty unless both have drafted."""
+    def by_source(self) -> Sequence[tuple[str, str]]:
+        """How many tokens were accepted of those drafted by each source, as `34/35`, and the source
+        in words. Empty unless both a model and copies of the context have drafted."""
         of_model = self.drafted - self.copied
         if not self.copied or not of_model:
             return ()
-        rate_of_model = (self.accepted - self.copied_accepted) / of_model
         return (
-            (self.copied_accepted / self.copied, self.copied, "copied"),
-            (rate_of_model, of_model, "from the model"),
+            (f"{self.copied_accepted:,}/{self.copied:,}", "copied"),
+            (f"{self.accepted - self.copied_accepted:,}/{of_model:,}", "by the model"),
         )
 
     @property

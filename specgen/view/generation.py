@@ -48,11 +48,11 @@ _DROPPED_FIRST = (
     "ties",
     "shares",
     "pass",
-    "sources",
     "where",
     "first",
     "name",
     "prompt",
+    "sources",
     "accepted",
     "energy",
 )
@@ -375,7 +375,7 @@ def _footer_figures(summary: Figures, *, is_cut: bool) -> dict[str, str]:
         "perplexity": _figure("perplexity {:.2f}", summary.perplexity),
         "energy": _figure(joules, summary.joules_per_token, 3),
         "accepted": _figure("{:.0%} accepted", rate),
-        "sources": ", ".join(sources(summary)),
+        "sources": ", ".join(" ".join(pair) for pair in summary.by_source),
         "first": _figure("first token {} s", summary.first_token_seconds, 2),
         "where": "",
         "pass": _figure("{:.2f} a pass", None if rate is None else summary.block_efficiency),
@@ -385,12 +385,6 @@ def _footer_figures(summary: Figures, *, is_cut: bool) -> dict[str, str]:
         "ties": f"{counted(summary.ties, 'tie')} in the target's logits" if summary.ties else "",
         "shares": "" if rate is None else f"{draft:.0%} {drafting}, {verify:.0%} verifying",
     }
-
-
-def sources(summary: Figures) -> list[str]:
-    """Returns in words the acceptance rates of copied tokens and of the model's, such as `75% of 55
-    copied`. Empty unless both have drafted."""
-    return [f"{rate:.0%} of {count:,} {source}" for rate, count, source in summary.rates_by_source]
 
 
 def _figure(template: str, value: float | None, digits: int | None = None) -> str:

@@ -190,7 +190,6 @@ def main_figures(summary: Figures) -> list[tuple[str, str]]:
         figures.append((f"{summary.tokens_per_second:.1f}", "tokens/s"))
     if summary.acceptance_rate is not None and summary.draft_share is not None:
         figures.append((f"{summary.acceptance_rate:.0%}", "accepted"))
-        for rate, count, source in summary.rates_by_source:
-            figures.append((f"{rate:.0%}", f"of {count:,} {source}"))
+        figures += summary.by_source
         figures.append((f"{summary.draft_share:.0%}", "of the text from the draft"))
     return [*figures, (f"{summary.block_efficiency or 0:.2f}", "tokens a pass")]

@@ -3,7 +3,8 @@
 
 The values of `copy` take turns, prompt by prompt, in one process. Prompts are told apart by what
 happened: those on which some value has copied text, and those on which none has. The rounds of the
-latter are the same with each value, so that their ratio is what looking for text to copy costs. A
+latter are the same with each value, so that their ratio is what looking for text to copy costs,
+and noise; the first line has the CPU time that this takes. A
 ratio is that of the seconds after the first token, with `copy=off` and with the value: its median
 over prompts and repeats, and that of the sums. Counts depend on no clock. In greedy decoding all
 outputs have to be equal.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +28,10 @@ from measure_published import COPIED, QUESTIONS, chat_ids
 from transformers import AutoTokenizer
 
 import specgen
-from specgen.base.types import SamplingParams
+from specgen.base.types import Context, Draft, SamplingParams
 from specgen.compare.prompts import load_prompts
+from specgen.decoding.policy_base import Fixed, LengthPolicy
+from specgen.methods.copying import OFF, with_copies
 from specgen.pair.figures import Figures
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from published_model import draft_folder, target_folder
 
 METHODS = {"bundled": "svip,sd,eesd,medusa,eagle,glide,block", "published": "svip,sd:k=3"}
-OFF = "off"
 
 
 @dataclass(slots=True)
@@ -65,12 +68,38 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     options = parser.parse_args()
 
+    print(f"looking for text to copy takes {looking_seconds() * 1e6:.1f} µs of CPU time a round")
     pair = opened(options.pair)
     prompts = prompts_of(pair, options.pair)[: options.limit]
     sampling = SamplingParams(max_new_tokens=options.tokens, temperature=options.temperature)
     for method in (options.methods or METHODS[options.pair]).split(","):
         values = [OFF, *options.copy.split(",")]
         measure(pair, method, values, prompts * options.repeats, sampling)
+
+
+class ThreeTokens:
+    """Drafts three tokens without a model."""
+
+    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
+        return Draft.chain([1, 2, 3], stop_reason="three")
+
+
+def looking_seconds(rounds: int = 3000) -> float:
+    """Returns how much CPU time `copy=auto` adds to a round of three tokens, in a text that never
+    repeats."""
+    taken: dict[str, float] = {}
+    for value in (OFF, "auto") * 5:
+        drafter, policy = with_copies(ThreeTokens(), Fixed(5), {"copy": value}, ())
+        assert drafter is not None
+        context = Context(range(3 * rounds, 3 * rounds + 1000))
+        drafter.propose(context, policy, 9)
+        begin = time.process_time()
+        for first in range(0, 3 * rounds, 3):
+            drafter.propose(context, policy, 9)
+            policy.observe(3, 2)
+            context.extend(range(first, first + 3))
+        taken[value] = min(taken.get(value, 1.0), time.process_time() - begin)
+    return (taken["auto"] - taken[OFF]) / rounds
 
 
 def opened(name: str) -> specgen.Pair:
@@ -99,7 +128,8 @@ def measure(
     groups: dict[bool, dict[str, Runs]] = {copied: defaultdict(Runs) for copied in (True, False)}
     for number, prompt in enumerate(prompts):
         results = {}
-        for value in values:
+        first = number % len(values)
+        for value in (*values[first:], *values[:first]):
             pair.forget()
             own = replace(sampling, seed=number)
             results[value] = pair.generate(prompt, f"{method}:copy={value}", own)
@@ -107,8 +137,8 @@ def measure(
             outputs = {tuple(result.token_ids) for result in results.values()}
             assert len(outputs) == 1, f"{method}: the outputs differ"
         copied = any(result.summary["copied"] for result in results.values())
-        for value, result in results.items():
-            groups[copied][value].add(result)
+        for value in values:
+            groups[copied][value].add(results[value])
     for copied, runs in groups.items():
         if runs:
             show(method, "something was copied" if copied else "nothing was copied", runs)
