@@ -635,6 +635,32 @@ def test_the_weights_that_predict_held_out_text_best_are_kept(
     )
 
 
+def test_a_budget_that_ends_before_the_first_step_leaves_the_start(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a simulated clock on which the measurement before the steps takes all the time."""
+    target = opened(folder)
+    now = 0.0
+
+    def progress(_: object) -> tuple[float, list[float]]:
+        nonlocal now
+        now += 100.0
+        return 5.0, [0.25]
+
+    recorder = Recorder()
+    recipe = replace(TINY, steps=None, seconds=60.0)
+    task = task_of(tmp_path, recipe, recorder, corpus=corpus_of(corpus, target))
+    made = objective("medusa", task, target)
+    monkeypatch.setattr(made, "progress", progress)
+    training = Training(made, made.start([]))
+    before = {name: weight.detach().clone() for name, weight in training.trained.items()}
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    training.run()
+    assert (training.step, training.loss) == (0, None)
+    assert "no time was left for a step: give it more --minutes" in recorder.messages
+    assert all(weight.equal(before[name]) for name, weight in training.trained.items())
+
+
 def test_where_time_is_short_there_are_fewer_texts_at_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

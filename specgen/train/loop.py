@@ -391,8 +391,7 @@ class Training:
     restored from there.
 
     `spent` are seconds of earlier work, such as generating text, and `closing` those of what comes
-    after the steps, which a budget in seconds has to pay too. `seconds` is the time of all steps,
-    `loss` the mean over the last steps in nats per token.
+    after the steps, which a budget in seconds has to pay too. `seconds` is the time of all steps.
 
     If the recipe names no number of sequences, the first steps try several: the smallest is taken
     with which a step learns nearly as many tokens a second as with any.
@@ -454,8 +453,9 @@ class Training:
         return min(1.0, (self.seconds + half_a_step) / self._budget)
 
     @property
-    def loss(self) -> float:
-        return sum(self._losses) / len(self._losses)
+    def loss(self) -> float | None:
+        """The mean over the last steps in nats a token; None before the first step."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
 
     def run(self) -> None:
         """Trains until the budget is spent.
@@ -484,9 +484,10 @@ class Training:
             if self._is_trying:
                 speed = (self.tokens - tokens) / max(self._step_seconds, 1e-9)
                 self._tried.append((self.batches.size, speed))
-            if not math.isfinite(self.loss):
+            loss = self.loss
+            if loss is not None and not math.isfinite(loss):
                 raise RunError(
-                    f"the loss is {self.loss} at step {self.step}", "Use a smaller --learning-rate"
+                    f"the loss is {loss} at step {self.step}", "Use a smaller --learning-rate"
                 )
             if self._is_due():
                 self._measure()
@@ -498,6 +499,8 @@ class Training:
                 saved = time.monotonic()
             if stop:
                 raise TrainingStopped
+        if not self.step:
+            self.task.announce("no time was left for a step: give it more --minutes")
         self._take_best()
 
     def _take_best(self) -> None:
@@ -547,7 +550,9 @@ class Training:
             agreement = self._points[-1].agreement
             shown.append(f"agreement {agreement[0]:.1%}")
             shown.append(f"{tokens_per_pass(agreement):.2f} tokens a pass (plain decoding: 1)")
-        return ", ".join([*shown, f"loss {self.loss:.3f}"])
+        if self.loss is not None:
+            shown.append(f"loss {self.loss:.3f}")
+        return ", ".join(shown)
 
     def _is_due(self) -> bool:
         """Whether to measure: at fixed shares of the budget; of a budget in seconds not where that
