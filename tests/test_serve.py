@@ -386,11 +386,13 @@ def test_drafting_layers_in_the_targets_own_files_give_the_same_text(tmp_path: P
         sampled = pair.generate("hello", "mtp", sampling).text
         body = {"prompt": "hello", "max_tokens": 24}
         with serving(pair, "mtp") as served:
+            _, _, models = served.ask("/v1/models")
             _, _, first = served.ask("/v1/completions", body)
             _, _, second = served.ask("/v1/completions", {**body, "temperature": 1, "seed": 5})
     assert [answer["choices"][0]["text"] for answer in (first, second)] == [greedy, sampled]
     details = first["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 0
+    assert models["data"][0]["id"] == "drafting", "no path on this machine"
 
 
 def test_only_the_servers_method_and_plain_decoding_can_be_asked_for(served: Served) -> None:

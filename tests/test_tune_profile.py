@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from urllib.request import Request, urlopen
 
 import pytest
 import yaml
 from pair_helpers import case_of, knowledge
+from processes import Forked
 from tuning_helpers import CURVES, generated, outcome
 from typer.testing import CliRunner
 
@@ -154,6 +157,30 @@ def test_generate_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Pa
         "the window is shown once"
     )
     assert "(window 5)" in generated(pair, "-m", "pearl", "--set", "window=5")
+
+
+def test_the_server_uses_the_profile_and_says_so(pair: tuple[str, ...], folder: Path) -> None:
+    process = Forked("serve", "--port", "0", *pair, "--profile", str(folder))
+    lines = []
+    for line in process.stderr:
+        lines.append(line.decode())
+        if line.startswith(b"curl "):
+            break
+    (address,) = re.findall(r"serving at (\S+)/v1,", "".join(lines))
+    body = {"prompt": "hello", "max_tokens": 12, "specgen": {"rounds": True}}
+    asked = Request(
+        f"{address}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(asked, timeout=60) as answer:
+        found = json.load(answer)["specgen"]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(60)
+    assert process.returncode == 0
+    assert "tuned: svip:threshold=0.45:c=0.15:max_draft=12\n" in lines
+    assert found["summary"]["method"] == "svip"
+    assert "> 0.45" in "".join(round_["stop_reason"] or "" for round_ in found["rounds"])
 
 
 def test_generate_finds_the_profile_by_itself(

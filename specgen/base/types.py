@@ -273,10 +273,10 @@ class Draft:
     penalties, are kept to record how far the models agree; otherwise None. `predicted` has the
     acceptance probability that the length policy predicted for each token of a chain (each level of
     a tree), given that all before it are accepted; NaN where it predicted none, and empty for a
-    policy that predicts nothing. `forced` counts the first and the last tokens that a grammar
-    leaves no choice about: no model drafted them (entropy 0, top probability 1), and the length
-    policy does not know of them. `is_copied`: the tokens were copied from the context by a method
-    that also drafts with a model.
+    policy that predicts nothing. `forced` are the nodes that a grammar leaves no choice about: no
+    model drafted them (entropy 0, top probability 1), and the length policy does not know of them.
+    In a tree they come before all other nodes, one after the other. `is_copied`: the
+    tokens were copied from the context by a method that also drafts with a model.
     """
 
     tokens: Sequence[int] = ()
@@ -290,7 +290,7 @@ class Draft:
     logits: Any = None
     predicted: Sequence[float] = ()
     judged: int | None = None
-    forced: tuple[int, int] = (0, 0)
+    forced: frozenset[int] = frozenset()
     is_copied: bool = False
 
     @classmethod
@@ -321,7 +321,7 @@ class Draft:
     @property
     def drafted_levels(self) -> int:
         """The `levels` without forced tokens."""
-        return self.levels - sum(self.forced)
+        return self.levels - len(self.forced)
 
     @property
     def candidates(self) -> Draft:
@@ -350,9 +350,13 @@ class Draft:
             name: None if values is None else values[start:stop]
             for name, values in of_tokens.items()
         }
+        tokens = self.tokens[start:stop]
+        own = range(start, start + len(tokens))
+        forced = frozenset(node - start for node in self.forced if node in own)
         return Draft.chain(
-            self.tokens[start:stop],
+            tokens,
             stop_reason=self.stop_reason,
+            forced=forced,
             is_copied=self.is_copied,
             **parts,
         )
@@ -367,11 +371,11 @@ class Draft:
         if not predictions or not self.tokens:
             return self
         levels = self.levels
-        first, last = self.forced
-        if first or last:
-            known = predictions[: levels - first - last]
-            missing = [math.nan] * (levels - first - last - len(known))
-            predictions = [*[1.0] * first, *known, *missing, *[1.0] * last]
+        if self.forced:
+            own = iter(predictions)
+            predictions = [
+                1.0 if level in self.forced else next(own, math.nan) for level in range(levels)
+            ]
         return replace(
             self, predicted=(*predictions[:levels], *[math.nan] * (levels - len(predictions)))
         )

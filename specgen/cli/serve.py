@@ -54,7 +54,9 @@ def serve(
 
         pair, profile = opening.open(err, quiet=output.quiet)
         opened.enter_context(pair)
-        name, settings, _ = opening.decoding(pair, profile, _TRIAL_PROMPT, err, quiet=output.quiet)
+        name, settings, tuned = opening.decoding(
+            pair, profile, _TRIAL_PROMPT, err, quiet=output.quiet
+        )
         _warm_up(pair, name, settings, default)
 
         from specgen.serve.app import make_app
@@ -65,8 +67,12 @@ def serve(
                 err.print(Text(line, "quiet"), soft_wrap=True)
 
         def say_that_it_is_open() -> None:
-            if not output.quiet:
-                _say_where(pair, name, settings, listening, err, has_key=access.key is not None)
+            if output.quiet:
+                return
+            show_what_decodes(pair, name, settings, err)
+            if tuned:
+                err.print(Text(tuned, "quiet"), soft_wrap=True)
+            _say_where(listening, err, has_key=access.key is not None)
 
         worker = Worker(pair, name, settings, asked.queue, log)
         server = Server(
@@ -146,19 +152,10 @@ def _warm_up(pair: Pair, name: str, settings: Mapping[str, Any], default: Sampli
     pair.models.forget()
 
 
-def _say_where(
-    pair: Pair,
-    name: str,
-    settings: Mapping[str, Any],
-    listening: socket.socket,
-    err: Console,
-    *,
-    has_key: bool,
-) -> None:
-    """Prints what serves, where, and how to ask."""
+def _say_where(listening: socket.socket, err: Console, *, has_key: bool) -> None:
+    """Prints where the server is, and how to ask it."""
     from specgen.serve.server import address_of
 
-    show_what_decodes(pair, name, settings, err)
     address = address_of(listening)
     where = f"serving at {address}/v1, with a page at {address} (Ctrl-C ends it)"
     err.print(Text(where), soft_wrap=True)

@@ -85,7 +85,7 @@ class ModelDrafter(DraftModelUser):
         the token. If it returns False, the draft ends. Raises RunError for logits that hold a NaN.
         """
         tokens = [*unverified, *forced]
-        limit = self._room(context, limit + len(tokens)) - len(tokens)
+        limit = self._room(context, limit, len(tokens))
         if limit < 1:
             return Draft()
         device = None if show is not None else self._device_chain(context, policy, tokens)

@@ -21,8 +21,8 @@ MOST_FORCED = 64  # tokens of a draft that have to follow: each is a row of the 
 
 
 class ForcedTokens:
-    """Drafts nothing but the tokens that have to follow the context, for a round of their own.
-    `verifier` verifies these drafts: any lossless one does."""
+    """Drafts nothing but the tokens that have to follow: the context, for a round of their own, or
+    a chain. `verifier` verifies the rounds of their own: any lossless one does."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
@@ -32,13 +32,22 @@ class ForcedTokens:
         tokens = forced_tokens(context, (), limit)
         if not tokens:
             return Draft()
-        return Draft.chain(tokens, stop_reason=_reason(None, len(tokens)))
+        return Draft.chain(tokens, stop_reason=with_count(None, len(tokens)))
+
+    def after(self, context: Context, draft: Draft, limit: int) -> Draft:
+        """Returns the chain `draft` with the tokens that have to follow it: at most `limit` with
+        its own."""
+        tokens = forced_tokens(context, draft.tokens, limit - len(draft.tokens))
+        if not tokens:
+            return draft
+        longer = _with_last(draft, tokens)
+        return replace(longer, stop_reason=with_count(draft.stop_reason, len(tokens)))
 
 
 class ForcedDrafter:
-    """Adds tokens that have to follow to the drafts of another drafter: after a chain, and where
-    the draft model drafts token by token, before its draft too, so that one pass of the target
-    verifies both.
+    """Adds tokens that have to follow to the drafts of another drafter: after a chain, and where a
+    model drafts token by token or level by level, before its draft too, so that one pass of the
+    target verifies both.
 
     The length policy does not see them: they cost no pass of the draft model, and are never
     rejected. See `Draft.forced`. `is_before`: the drafter takes tokens that its draft follows.
@@ -56,11 +65,9 @@ class ForcedDrafter:
         is_scored = draft.draws is not None or len(draft.log_likelihoods) > 0
         if draft.tokens and draft.is_chain and not is_scored:
             draft = self._without_end(context, draft)
-            before, _ = draft.forced
-            room = min(limit - len(draft.tokens), MOST_FORCED - before)
+            room = min(limit - len(draft.tokens), MOST_FORCED - len(draft.forced))
             draft = _with_last(draft, forced_tokens(context, draft.tokens, room))
-        count = sum(draft.forced)
-        return replace(draft, stop_reason=_reason(draft.stop_reason, count)) if count else draft
+        return replace(draft, stop_reason=with_count(draft.stop_reason, len(draft.forced)))
 
     def _after_forced(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
         """Returns the other drafter's draft, after the tokens that have to follow the context if it
@@ -70,16 +77,9 @@ class ForcedDrafter:
             return self._drafter.propose(context, policy, limit)
         drafter: Any = self._drafter
         draft = drafter.propose(context, policy, limit - len(before), forced=before)
-        return _with_first(draft, before, self._certain(before, draft.probs))
-
-    def _certain(self, tokens: Sequence[int], probs: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the distributions that have only these tokens, for a draft whose other tokens are
-        drawn from `probs`; None if they are not drawn."""
-        if probs is None:
-            return None
-        rows = probs.new_zeros(len(tokens), probs.shape[-1])
-        rows[range(len(tokens)), list(tokens)] = 1.0
-        return rows
+        if draft.probs is None and draft.draws is not None and not self._setup.sampling.greedy:
+            draft = replace(draft, probs=torch.empty(0, self._setup.vocab_size))  # nothing drawn
+        return _with_first(draft, before)
 
     def _without_end(self, context: Context, draft: Draft) -> Draft:
         """Returns the chain without an end-of-sequence token where the output ends before it."""
@@ -89,7 +89,7 @@ class ForcedDrafter:
             return draft
         if not constraint.is_complete(context, draft.tokens[:-1]):
             return draft
-        return replace(draft.part(0, -1), forced=draft.forced)
+        return draft.part(0, len(draft.tokens) - 1)
 
 
 def forced_tokens(context: Context, path: Sequence[int], limit: int) -> list[int]:
@@ -116,20 +116,29 @@ def with_forced_tokens(
     return joined, None if joined.is_before else ForcedTokens(verifier)
 
 
-def _with_first(draft: Draft, tokens: list[int], probs: torch.Tensor | None) -> Draft:
-    """Returns the draft with `tokens` before it, which have the distributions `probs` if its own
-    tokens were drawn."""
+def certain(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Returns distributions that have only these tokens, one for each, as those of `like` [n,
+    vocabulary]."""
+    rows = like.new_zeros(len(tokens), like.shape[-1])
+    rows[range(len(tokens)), list(tokens)] = 1.0
+    return rows
+
+
+def _with_first(draft: Draft, tokens: list[int]) -> Draft:
+    """Returns the draft with `tokens` before it, as if they were drawn if its own ones are."""
     count = len(tokens)
     fields: dict[str, Any] = {}
-    if draft.probs is not None and probs is not None:
-        fields["probs"] = torch.cat((probs, draft.probs))
+    if draft.probs is not None:
+        fields["probs"] = torch.cat((certain(tokens, draft.probs), draft.probs))
+    if draft.draws is not None:
+        fields["draws"] = [*range(count), *(node + count for node in draft.draws)]
     return replace(
         draft,
         tokens=[*tokens, *draft.tokens],
         parents=[*range(-1, count - 1), *(parent + count for parent in draft.parents)],
         entropies=[*[0.0] * count, *draft.entropies],
         top_probs=[*[1.0] * count, *draft.top_probs],
-        forced=(count, 0),
+        forced=frozenset(range(count)),
         **fields,
     )
 
@@ -139,21 +148,25 @@ def _with_last(draft: Draft, tokens: list[int]) -> Draft:
     count = len(tokens)
     if not count:
         return draft
+    first = len(draft.tokens)
     statistics: dict[str, Any] = {}
-    if draft.entropies:
+    if draft.entropies or not first:
         statistics["entropies"] = [*draft.entropies, *[0.0] * count]
         statistics["top_probs"] = [*draft.top_probs, *[1.0] * count]
-    before, _ = draft.forced
+    if draft.predicted:
+        statistics["predicted"] = [*draft.predicted, *[1.0] * count]
     return replace(
         draft,
         tokens=[*draft.tokens, *tokens],
-        parents=range(-1, len(draft.tokens) + count - 1),
-        forced=(before, count),
+        parents=range(-1, first + count - 1),
+        forced=draft.forced | frozenset(range(first, first + count)),
         **statistics,
     )
 
 
-def _reason(reason: str | None, count: int) -> str:
-    """Returns why a draft with so many forced tokens ended; `reason` is None if it has no other
+def with_count(reason: str | None, count: int) -> str | None:
+    """Returns why a draft with `count` forced tokens ended; `reason` is None if it has no other
     ones."""
+    if not count:
+        return reason
     return f"forced {count}" if reason is None else f"{reason}, {count} forced"

@@ -49,16 +49,20 @@ class MultiDraftDrafter(DraftModelUser):
     whatever the policy reads.
     """
 
+    takes_forced = True
+
     def __init__(self, setup: Setup, *, drafts: int) -> None:
         super().__init__(setup)
         self._drafts = drafts
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = self._room(context, limit)
+    def propose(
+        self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
+    ) -> Draft:
+        limit = self._room(context, limit, len(forced))
         if limit < 1:
-            return Draft()
-        tree = DraftTree(self._setup, context)
+            return Draft(draws=())
+        tree = DraftTree(self._setup, context, forced)
         draws: list[int] = []
         probs: list[torch.Tensor] = []
         chains = [_Chain(-1, 0.0)] * self._drafts

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.base.types import Context, Draft, Mode, Round
+from specgen.decoding.forced_tokens import certain, with_count
 from specgen.decoding.parallel_costs import Window
 from specgen.engine.devices import inference, synchronizer
 
@@ -81,7 +82,8 @@ class Parallel:
     the draft model waits while they are verified. Both are ablations in the paper's Table 3.
     `costs` are the pass times that the window was computed from, None if the user gave the window;
     `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides in
-    the run whether the models take turns instead, None: they never do.
+    the run whether the models take turns instead, None: they never do. `joins_forced`: tokens
+    that have to follow are verified with the draft before them, else in rounds of their own.
     """
 
     drafter: ParallelDrafter
@@ -91,6 +93,7 @@ class Parallel:
     costs: ParallelCosts | None = None
     check: PassCheck | None = None
     overlapping: Overlapping | None = None
+    joins_forced: bool = True
 
     def ready(self) -> None:
         """Waits until the first round need not wait for the draft model's weights."""
@@ -130,9 +133,12 @@ class Parallel:
         Returns the finished round, and the drafted tokens that the next step has to verify.
         """
         run.clock.start()
-        undrafted = None if unverified.tokens else run.round_without_drafter()
-        if undrafted is not None:
-            return undrafted, Draft()
+        if not unverified.tokens:
+            undrafted = run.round_without_drafter(has_forced=not self.joins_forced)
+            if undrafted is not None:
+                return undrafted, Draft()
+        if self.joins_forced:
+            unverified = run.with_forced(unverified)
         if not unverified.tokens and not self.pre_verify:
             # the target idles meanwhile
             unverified = self._finish(self._start(run, unverified, self.window.size))
@@ -253,14 +259,24 @@ def _joined(first: Draft, second: Draft) -> Draft:
         for part in (first, second):
             predicted += part.predicted or [math.nan] * len(part.tokens)
     if not second.tokens:
-        return replace(first, stop_reason=second.stop_reason)
+        return replace(first, stop_reason=second.stop_reason or first.stop_reason)
+    count = len(first.tokens)
     return Draft.chain(
         [*first.tokens, *second.tokens],
         # no more are verified
-        probs=None if second.probs is None else torch.cat((first.probs, second.probs[:1])),
+        probs=None if second.probs is None else _drawn(first, second.probs[:1]),
         entropies=[*first.entropies, *second.entropies],
         top_probs=[*first.top_probs, *second.top_probs],
-        stop_reason=second.stop_reason,
+        stop_reason=with_count(second.stop_reason, len(first.forced)),
+        forced=first.forced | frozenset(count + node for node in second.forced),
         logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
         predicted=predicted,
     )
+
+
+def _drawn(first: Draft, last: torch.Tensor) -> torch.Tensor:
+    """Returns what a chain's tokens, of which the last ones may be forced, and one token after them
+    were drawn from; `last` [1, vocabulary] is this token's distribution."""
+    rows = [] if first.probs is None else [first.probs]
+    drawn = sum(map(len, rows))
+    return torch.cat((*rows, certain(first.tokens[drawn:], last), last))

@@ -166,7 +166,7 @@ class Run:
     if the user gave the window. `lock` is held while a round is made, and not between rounds: runs
     that share models have the same one. `prediction` drafts what the user expects the output to be,
     before the drafter is asked; None if nothing is expected. `forced` drafts tokens that have to
-    follow, if they are not part of the drafter's drafts. `log_probs` is
+    follow, if they are not always part of the drafter's drafts. `log_probs` is
     `SamplingParams.logprobs`.
     """
 
@@ -226,12 +226,19 @@ class Run:
         self.clock.lap("sample")
         return verdict
 
-    def round_without_drafter(self) -> Round | None:
-        """Verifies the next tokens of the output that the user expects, else those that have to
-        follow, and returns the round. None if there are none of either. The clock runs already."""
+    def with_forced(self, draft: Draft) -> Draft:
+        """Returns the chain `draft` with the tokens that have to follow it."""
+        if self.forced is None:
+            return draft
+        return self.forced.after(self.context, draft, self.remaining - 1)
+
+    def round_without_drafter(self, *, has_forced: bool = True) -> Round | None:
+        """Verifies the next tokens of the output that the user expects, else (if `has_forced`)
+        those that have to follow, and returns the round. None if there are none of either. The
+        clock runs already."""
         draft = Draft()
         verifier = self.verifier
-        for source in (self.prediction, self.forced):
+        for source in (self.prediction, self.forced if has_forced else None):
             if source is not None and not draft.tokens:
                 # room for the target's own token
                 draft = source.propose(self.context, self.remaining - 1)
@@ -265,7 +272,7 @@ class Run:
         `unjudged` is the number of nodes that the target's pass ran besides the draft. The policy
         learns nothing from a draft that the drafter did not make.
         """
-        accepted = len(verdict.path)
+        accepted = sum(node not in draft.forced for node in verdict.path)
         verdict = self._cut(draft, verdict)
         tokens = [draft.tokens[node] for node in verdict.path]
         if verdict.token is not None:
@@ -274,7 +281,7 @@ class Run:
         self.clock.lap("other")
         if mode != "prefill" and not is_without_drafter:
             drafted = draft.drafted_levels - unverified
-            self.policy.observe(drafted, min(max(accepted - draft.forced[0], 0), drafted))
+            self.policy.observe(drafted, accepted)
         self.clock.lap("policy")
 
         if self.finish_reason is None and self.remaining <= 0:

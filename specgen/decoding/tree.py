@@ -60,7 +60,8 @@ class Tree:
 
 class DraftTree(Tree):
     """A tree that a draft model grows level by level, with the logits after its nodes. The model's
-    KV cache holds the nodes, so each is computed only once.
+    KV cache holds the nodes, so each is computed only once. The tree follows the context and the
+    tokens `before` it, which are no nodes.
 
     `hidden` [n, width] and `unpenalised` [n, ...] are the hidden states, and the logits without
     penalties, that belong to the n rows which `next_logits` returned last; see `ModelOutput`.
@@ -68,9 +69,10 @@ class DraftTree(Tree):
     penalties.
     """
 
-    def __init__(self, setup: Setup, context: Context) -> None:
+    def __init__(self, setup: Setup, context: Context, before: Sequence[int] = ()) -> None:
         super().__init__()
         assert setup.draft is not None
+        self._before = before
         self.hidden: torch.Tensor | None = None
         self.unpenalised: torch.Tensor | None = None
         self._runner = setup.draft
@@ -94,7 +96,13 @@ class DraftTree(Tree):
         nodes.
         """
         first = sum(map(len, self._logits)) - 1
-        output = self._runner.logits(self._context, self.tokens, self.parents, start=first + 1)
+        count = len(self._before)
+        output = self._runner.logits(
+            self._context,
+            [*self._before, *self.tokens],
+            [*range(-1, count - 1), *(parent + count for parent in self.parents)],
+            start=count + first + 1,
+        )
         logits = output.logits[:, : self._setup.vocab_size]
         own = output.unpenalised_part(self._setup.vocab_size)
         # valid until the runner's next call
@@ -201,14 +209,17 @@ class TopKTreeDrafter(DraftModelUser):
         super().__init__(setup, depth=depth)
         self._width = width
         self._nodes = nodes
+        self.takes_forced = self._longest is None  # a head's levels begin after the context
 
     @inference
-    def propose(self, context: Context, policy: LengthPolicy, limit: int) -> Draft:
-        limit = self._room(context, limit)
+    def propose(
+        self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
+    ) -> Draft:
+        limit = self._room(context, limit, len(forced))
         if limit < 1:
             return Draft()
         scores = self._scores(policy, context)
-        tree = DraftTree(self._setup, context)
+        tree = DraftTree(self._setup, context, forced)
         candidates = list[_Candidate]()
         # the nodes that the next level continues, and the log-likelihoods (nats) of their paths
         alive = [(-1, 0.0)]

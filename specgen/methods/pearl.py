@@ -103,6 +103,7 @@ class Pearl(DraftModelMethod):
             costs=times.checked_costs,
             check=times.check,
             overlapping=times.overlapping,
+            joins_forced=not request.record,
         )
         return make_run(
             models,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -76,10 +77,10 @@ class _Service:
         self._worker = worker
         self._default = default
         target = worker.pair.target
-        self._name = target.name
+        self._name = _public_name(target.name)
         self._page = chat_page()
         self._model: dict[str, Any] = {
-            "id": target.name,
+            "id": self._name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "specgen",
@@ -257,6 +258,12 @@ async def _body(request: Request) -> bytes:
         problem = f"the body has not arrived within {BODY_SECONDS:.0f} seconds"
         raise ApiError(408, problem, code="timeout") from error
     return b"".join(parts)
+
+
+def _public_name(name: str) -> str:
+    """Returns what clients call a model: of a path on this machine its last part."""
+    path = Path(name)
+    return path.name if path.exists() else name
 
 
 def _without_address(error: HTTPException, path: str) -> ApiError:
