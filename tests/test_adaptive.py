@@ -40,6 +40,7 @@ from specgen.methods.learned_drafting import (
     DraftingGuard,
     Learned,
     LearnedCosts,
+    LevelAcceptance,
 )
 from specgen.pair.pair import Pair
 from specgen.testing.scripted_models import TableRunner, scripted_run
@@ -406,6 +407,46 @@ def test_costs_are_learned_from_the_times_of_rounds(
         assert timed.costs.differs(timed.guess, 1.5) == (
             not 0.12 <= timed.costs.of_draft(1, 1) <= 0.27
         )
+
+
+def test_a_blocks_pass_and_its_tokens_cost_what_they_took() -> None:
+    rng = Random(0)
+    timed = LearnedCosts(GUESSES[1])
+    for _ in range(64):
+        tokens = rng.choice((1, 2, 3, 6))
+        noise = rng.uniform(0.9, 1.1)
+        timed.add(
+            tokens, 3e-3 * noise * (0.6 + 0.2 * tokens), tokens, 3e-3 * noise * (1 + 0.05 * tokens)
+        )
+    assert timed.costs.start == pytest.approx(0.6, abs=0.1)
+    assert timed.costs.draft == pytest.approx(0.2, abs=0.04)
+
+
+def test_a_block_is_as_long_as_its_tokens_are_accepted_and_pay() -> None:
+    levels = LevelAcceptance()
+    at_first = levels.longest(1.0, 0.1, 40)
+    assert 5 < at_first < 40
+    assert levels.longest(1.0, 0.1, 3) == 3
+    for _ in range(50):
+        levels.learn(4, 2)
+    assert levels.longest(1.0, 0.3, 40) == 2
+    assert levels.longest(1.0, 2.0, 40) == 1, "whether to draft at all is decided elsewhere"
+    assert levels.longest(0.1, 0.3, 40) == 1
+    for _ in range(200):  # what was seen of the third token is forgotten
+        levels.learn(2, 2)
+    assert levels.longest(1.0, 0.3, 40) > 3
+
+
+def test_a_policy_that_sizes_blocks_ends_drafts_there() -> None:
+    costs = DraftingCosts(0.05, 0.25, 0.1)
+    inputs = AdaptiveInputs(costs, Learned.prior(costs), sizes_blocks=True)
+    made = Adaptive(AUTO, AUTO, 100.0, 40, inputs)
+    for _ in range(60):
+        made.observe(draft(made, *[SURE] * 6), 1)
+    assert draft(made, *[SURE] * 6) == made.block_levels == 1
+    assert made.reason == "limit 1"
+    other = Adaptive(AUTO, AUTO, 100.0, 40, replace(inputs, sizes_blocks=False))
+    assert other.block_levels is None
 
 
 def test_stalled_passes_leave_the_unit_what_it_is() -> None:

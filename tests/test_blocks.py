@@ -34,7 +34,7 @@ from specgen.engine.forward_pass import ModelOutput
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.native.attention_mask import ChainSlots, chain_mask
 from specgen.engine.native.linear import LinearFactory
-from specgen.engine.parts.block import BlockHeadRunner
+from specgen.engine.parts.block import BlockHeadRunner, BlockPass
 from specgen.engine.parts.candidate_selector import (
     PREDECESSORS,
     STATE_PROJECTION,
@@ -61,14 +61,25 @@ class RowTable(BlockRunner):
         super().__init__(SmallRunner(0, size), 3, None)
         self.independent = not (markov or candidates)
         self.draws = draws
+        self.sizes_blocks = True
+        self._planned: int | None = None
         self._tables = [
             SmallRunner(case.seed + 100 + row, size, zero=case.zero) for row in range(3)
         ]
         self._bias = SmallRunner(case.seed + 200, size).table[0, :, :size] * markov
         self._selector = random_selector(candidates, size, case.seed) if candidates else None
 
+    def plan(self, levels: int | None) -> None:
+        self._planned = levels
+
     def rows(self, context: Context, count: int) -> ModelOutput:
-        return ModelOutput(torch.stack([table.row(context.ids) for table in self._tables]))
+        """Rows see later ones: those of a shorter block are others."""
+        size = len(self._tables)
+        if self._planned is not None:
+            size = min(max(count, self._planned), size)
+            self._planned = None
+        rows = [table.row(context.ids) for table in self._tables[:size]]
+        return ModelOutput(torch.stack(rows) * (len(self._tables) / size))
 
     def after(self, tokens: Sequence[int], rows: ModelOutput) -> ModelOutput:
         logits = rows.logits + self._bias[list(tokens)]
@@ -98,6 +109,7 @@ CASES = [
     Case("sd", {"depth": 3, "width": 2, "nodes": 4}, 4, THREE, eos=(2,)),
     Case("block", {"nodes": 5, "k": 2}, 4, THREE, {"top_k": 2}, zero=True),
     Case("block", {"k": 3, "policy": "fixed"}, 4, THREE, {"top_p": 0.8, "temperature": 1.3}),
+    Case("block", {"draft_cost": 0.05, "verify_cost": 0.35, "exploration": 0.5}, 5, seed=3),
     Case("block", {"policy": "cali-ts", "sampling_prediction": False, "max_draft": 3}, 4),
 ]
 
@@ -397,3 +409,31 @@ def test_a_policy_without_its_predictor_names_what_lacks_it(method: str, lacking
     draft = RowTable(CASES[0])
     with pytest.raises(SpecgenError, match=lacking):
         scripted_run(method, settings, draft, draft, SamplingParams(), predictor=None)
+
+
+def test_a_block_has_the_rows_that_the_policy_asks_for(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tokens cost much, blocks are short, and the output stays that of plain decoding. Other
+    policies leave the block as long as in training."""
+    rows: list[int] = []
+    run = BlockPass.rows
+
+    def counted(own: BlockPass, context: Context, count: int) -> ModelOutput:
+        rows.append(count)
+        return run(own, context, count)
+
+    monkeypatch.setattr(BlockPass, "rows", counted)
+    sampling = SamplingParams(max_new_tokens=48, ignore_eos=True)
+    prompt = "def mean(numbers):"
+    plain = demo_pair.generate(prompt, "ar", sampling)
+    costs = {"draft_cost": 0.2, "verify_cost": 0.3, "exploration": 100.0}
+    made = demo_pair.generate(prompt, "block", sampling, **costs)
+    assert made.token_ids == plain.token_ids
+    lengths = [len(round.draft.tokens) for round in made.rounds if round.draft.tokens]
+    assert len(lengths) == len(rows)
+    assert all(length <= count < 8 for length, count in zip(lengths, rows, strict=True))
+    assert len(set(rows)) > 1
+    rows.clear()
+    demo_pair.generate(prompt, "block", sampling, k=2, nodes=6)
+    assert set(rows) == {8}

@@ -22,6 +22,7 @@ from specgen.decoding.policy_base import (
     comparison,
     extend_draft,
 )
+from specgen.engine.block_runner import BlockRunner
 from specgen.engine.devices import inference, upload
 from specgen.engine.model_runner import ModelRunner
 from specgen.engine.text.retokenized_context import RetokenizedContext
@@ -112,6 +113,8 @@ class ModelDrafter(DraftModelUser):
 
         def extend(position: int) -> DraftedToken | str:
             nonlocal is_cut
+            if position == 1 and isinstance(self._runner, BlockRunner):
+                self._runner.plan(policy.block_levels)
             if is_cut:  # the policy has seen the last token, from which it may learn later
                 return "pass ended"
             output = self._runner.logits(context, tokens, start=len(tokens))

@@ -82,9 +82,11 @@ class LengthPolicy:
     rounds tokens are copied from the context instead of drafted by a model. `unmeasured` are
     settings with which nothing has to be measured before a run.
 
-    `predictions` are the acceptance probabilities that the policy predicted for the tokens of the
-    last draft; empty if it predicts none. `seconds` is the time that the policy and the acceptance
-    predictor have taken since the last call of `take_seconds`.
+    `block_levels` is how many tokens a drafter that computes them all in one pass should compute
+    for the next draft; None: as many as it can. `predictions` are the acceptance probabilities that
+    the policy predicted for the tokens of the last draft; empty if it predicts none. `seconds` is
+    the time that the policy and the acceptance predictor have taken since the last call of
+    `take_seconds`.
     """
 
     name: ClassVar[str] = ""
@@ -98,6 +100,7 @@ class LengthPolicy:
     learns_from_tokens: ClassVar[bool] = False
     decides_copies: ClassVar[bool] = False
     unmeasured: ClassVar[Mapping[str, Value]] = {}
+    block_levels: int | None = None
     predictions: Sequence[float] = ()
     reason: str = ""
     seconds: float = 0.0

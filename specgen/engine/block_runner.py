@@ -25,14 +25,15 @@ class BlockRunner(SizedRunner, ABC):
     They are computed once for each context, as rows: row m predicts the token on level m of a
     draft, from 0. So the logits after the context are row 0, and those after a drafted token on
     level m are row m + 1. `longest_draft` is the number of rows. For `independent`, `draws`,
-    `drafts_blocks` and `rank_accuracies` see `DraftTraits`: where rows are independent, drawn
-    tokens need not fit to each other, and more of the likeliest ones are accepted. `like` is a
-    runner whose context limit, vocabulary and device this one has; `penalties` change the logits
-    from which tokens are chosen.
+    `drafts_blocks`, `sizes_blocks` and `rank_accuracies` see `DraftTraits`: where rows are
+    independent, drawn tokens need not fit to each other, and more of the likeliest ones are
+    accepted. `like` is a runner whose context limit, vocabulary and device this one has;
+    `penalties` change the logits from which tokens are chosen.
     """
 
     independent = True
     draws = False
+    sizes_blocks = False
     drafts_blocks = True
     rank_accuracies: Sequence[Sequence[float]] = ()
 
@@ -54,7 +55,14 @@ class BlockRunner(SizedRunner, ABC):
             self.independent,
             self.drafts_blocks,
             self.rank_accuracies,
+            self.sizes_blocks,
         )
+
+    def plan(self, levels: int | None) -> None:
+        """Says that the next draft has at most so many levels (None: as many as there are rows).
+
+        If it gets more, the further rows take another pass. By default this changes nothing.
+        """
 
     @inference
     def logits(

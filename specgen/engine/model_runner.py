@@ -41,6 +41,7 @@ class DraftTraits(NamedTuple):
     limit allows. `draws`: in sampling, a chain's tokens are drawn from its logits; otherwise the
     likeliest are taken. `independent`: no logits depend on the tokens drafted before.
     `drafts_blocks`: one pass computes a whole draft, so that a longer one costs hardly more.
+    `sizes_blocks`: this pass is as long as `BlockRunner.plan` says.
     `rank_accuracies` are as in `MedusaWeights`; empty where they are not known.
     """
 
@@ -49,6 +50,7 @@ class DraftTraits(NamedTuple):
     independent: bool = False
     drafts_blocks: bool = False
     rank_accuracies: Sequence[Sequence[float]] = ()
+    sizes_blocks: bool = False
 
 
 TOKEN_BY_TOKEN = DraftTraits()

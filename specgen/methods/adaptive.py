@@ -11,10 +11,11 @@ far, another one is drafted while
 The worth of a token is the run's cost per output token, because a drafted token that is accepted
 saves that much. All costs are in units of a target pass over one token (`DraftingCosts`). If a
 drafter computes all tokens of a draft in one pass, this pass counts only in the decision whether to
-draft at all. Costs are learned from the times of the run's own rounds. In a run that draws tokens
-with a seed they stay what they were at the beginning, so that equal runs give equal tokens. Prompt
-lookup drafts by the same rule; where a draft model follows, only if prompt lookup is expected to
-gain more.
+draft at all. Where its length can be chosen, it has as many tokens as are worth their costs by what
+was accepted of earlier ones at the same positions. Costs are learned from the times of the run's
+own rounds. In a run that draws tokens with a seed they stay what they were at the beginning, so
+that equal runs give equal tokens. Prompt lookup drafts by the same rule; where a draft model
+follows, only if prompt lookup is expected to gain more.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class Adaptive(LengthPolicy):
         inputs: AdaptiveInputs,
     ) -> None:
         self._in_parallel = inputs.in_parallel
+        self._sizes_blocks = inputs.sizes_blocks
         # what replaces the costs
         self._draft_cost = None if draft_cost == AUTO else float(draft_cost)
         if inputs.in_parallel:
@@ -194,6 +196,9 @@ class Adaptive(LengthPolicy):
         self._survival = math.prod(acceptance for _, _, acceptance in self._steps)
         if self._pauses(learned.guard):
             return False
+        if self._sizes_blocks:
+            cost = self._costs.of_further(1, 1)
+            self.block_levels = learned.levels.longest(learned.worth, cost, self.max_draft)
         # in PEARL the first token costs nothing: the pass that runs now judges it
         if self._in_parallel or self._model_gain > 0:
             return True
@@ -260,7 +265,7 @@ class Adaptive(LengthPolicy):
         if gain <= cost:
             self.reason = f"gain {comparison(gain, '< cost', cost)}"
             return False
-        return self._below(self.max_draft, token)
+        return self._below(self.block_levels or self.max_draft, token)
 
     def observe(self, drafted: int, accepted: int) -> None:
         if self._copied is not None:
@@ -282,6 +287,8 @@ class Adaptive(LengthPolicy):
         # In PEARL the target's last logits judge a new token, if there is one; otherwise they give
         # a token of the target's own.
         judges_new = self._in_parallel and self._tokens > 0
+        if self._sizes_blocks and drafted:
+            learned.levels.learn(drafted, accepted)
         self._before = before if judges_new and not was_rejected else None
         if self._in_parallel:
             cost = self._costs.of_draft(drafted, drafted - judges_new)

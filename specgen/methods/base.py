@@ -419,6 +419,8 @@ def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCas
     made before the target's passes, with the setup's draft model if it has one."""
     method = request.method
     has_model = setup.draft is not None
+    traits = None if setup.draft is None else setup.draft.traits
+    drafts_trees = method.drafts_trees(request.settings)
     return DraftingCase(
         method=method.name,
         settings=request.settings,
@@ -428,9 +430,10 @@ def drafting_case(models: Models, request: Request, setup: Setup) -> DraftingCas
         is_frozen=request.is_repeatable,
         has_model=has_model,
         runs_draft_model=method.uses_draft_model,
-        in_blocks=setup.draft is not None and setup.draft.traits.drafts_blocks,
-        drafts_trees=method.drafts_trees(request.settings),
+        in_blocks=traits is not None and traits.drafts_blocks,
+        drafts_trees=drafts_trees,
         tuned_costs=request.tuned_costs,
+        sizes_blocks=traits is not None and traits.sizes_blocks and not drafts_trees,
     )
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, ClassVar, cast
 from specgen import decoding
 from specgen.base.settings import Setting
 from specgen.decoding.policy_base import MODEL_SIGNALS
-from specgen.methods.base import PartMethod, Tuning, make_run
+from specgen.methods.base import ADAPTIVE, PartMethod, Tuning, make_run
 from specgen.methods.model_drafts import ADAPTIVE_GRID, COPY, HEAD, SVIP_GRID
 
 if TYPE_CHECKING:
+    from specgen.base.settings import Settings
     from specgen.decoding.drafting import Drafter
     from specgen.decoding.run import Run
     from specgen.engine.parts.block import BlockHeadRunner
@@ -24,13 +25,13 @@ _WIDTH = 4  # candidates after each node of a tree whose rows depend on the toke
 
 
 class Block(PartMethod):
-    """Drafts a chain; with `nodes`, a tree of the likeliest paths, or of continuations where a row
-    depends on the token before."""
+    """Drafts a chain, as long as it is expected to pay, or none; with `nodes`, a tree of the
+    likeliest paths, or of continuations where a row depends on the token before."""
 
     name = "block"
     paper = "DFlash, DFlash2, DSpark, 2026"
     needs = "block"
-    policy = "fixed"
+    policy: ClassVar[str | None] = ADAPTIVE
     any_policy = True
     signals = MODEL_SIGNALS
     settings: ClassVar = {
@@ -46,6 +47,9 @@ class Block(PartMethod):
         "block",
         grids=({"k": (2, 3, 4, 5, 7)}, {"nodes": (8, 24), "k": (4, 7)}, SVIP_GRID, ADAPTIVE_GRID),
     )
+
+    def drafts_trees(self, settings: Settings) -> bool:
+        return int(settings.values["nodes"]) > 0
 
     def start(self, models: Models, request: Request) -> Run:
         setup = self.setup(models, request)

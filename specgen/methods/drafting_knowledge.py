@@ -54,9 +54,10 @@ class DraftingCase:
     `is_frozen`, nothing may follow from measured times or from earlier runs. `has_model`: a model
     or a part of the target makes at least some of the drafts; otherwise prompt lookup makes all.
     `runs_draft_model`: the method uses the draft model. `in_blocks`: all tokens of a draft are
-    computed in one pass. `tuned_costs` are those of the profile that chose the method, None if none
-    did. `in_parallel`: drafts are made during the target's passes; `parallel_costs` are then the
-    times of passes, None where they were not measured.
+    computed in one pass. `sizes_blocks`: see `AdaptiveInputs`. `tuned_costs` are those of the
+    profile that chose the method, None if none did. `in_parallel`: drafts are made during the
+    target's passes; `parallel_costs` are then the times of passes, None where they were not
+    measured.
     """
 
     method: str
@@ -70,6 +71,7 @@ class DraftingCase:
     in_blocks: bool
     drafts_trees: bool
     tuned_costs: Mapping[str, RoundCosts] | None
+    sizes_blocks: bool = False
     in_parallel: bool = False
     parallel_costs: ParallelCosts | None = None
 
@@ -137,6 +139,7 @@ class DraftingKnowledge:
             temperature=case.sampling.temperature,
             key=key,
             timed=timed,
+            sizes_blocks=case.sizes_blocks,
         )
 
     def forget(self) -> None:

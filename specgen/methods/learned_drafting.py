@@ -62,6 +62,10 @@ _WIDEST = 8  # drafted tokens; the guess counts as measured passes of none and o
 # as how many passes each of the two: more would pull the line, as few widths are seen and this is
 # far from them
 _TRUST = 0.05
+# of acceptance by level: a factor on its sums for each draft, and how many tokens of the level
+# before each level's begin with
+_LEVEL_FADING = 0.97
+_LEVEL_TRUST = 3.0
 _EXTENDED = 0.5  # as how many passes without drafted tokens the line through the others counts
 
 
@@ -180,9 +184,9 @@ class LearnedCosts:
     drafted tokens, over their number. The median of the passes without drafted tokens is the unit;
     `verify_start` is what the line is above it at 0. The cost of drafting is the mean of the
     seconds per drafted token. If the guess has a `start` (all tokens of a draft are computed in one
-    pass), the cost of a token stays as guessed, and `start` is learned: the mean of the other
-    seconds of a draft. Target passes and a draft with the times that the guess predicts are counted
-    as if they had been measured.
+    pass), it is the slope of another line, through the seconds of drafts over their tokens, and
+    `start` is what that line is at 0. Target passes and drafts with the times that the guess
+    predicts are counted as if they had been measured.
 
     A disturbance (a stall, a busy machine) makes a round longer, never shorter. So each time counts
     as at most `_OUTLIER` times the lower quartile of the last ones, which stays right while fewer
@@ -269,16 +273,16 @@ class LearnedCosts:
     def _estimate(self) -> DraftingCosts:
         guess = self.guess
         single, first, slope = self._verification()
-        drafting = self._drafting(single)
-        start = 0.0
         if guess.start:
-            drafting, start = guess.draft, drafting
+            start, drafting = self._block_drafting(single)
+        else:
+            start, drafting = 0.0, self._drafting(single)
         verify_start = max(0.0, first / single - 1)
         return DraftingCosts(drafting, slope / single, start, verify_start).at_most(_MOST)
 
     def _verification(self) -> tuple[float, float, float]:
         """Returns the seconds of a pass over one token (the unit), and the line through the passes
-        with drafted tokens: see `_line`."""
+        with drafted tokens: see `_verification_line`."""
         widths = {tokens for tokens, _ in self._passes}
         expected = {tokens: 1 + self.costs.of_draft(0, tokens) for tokens in widths}
         usual = _lower([seconds / expected[tokens] for tokens, seconds in self._passes], 4)
@@ -291,13 +295,15 @@ class LearnedCosts:
                 verified.append((tokens, seconds))
             else:
                 plain.append(seconds)
-        first, slope = self._line(verified, usual)
+        first, slope = self._verification_line(verified, usual)
         single = first
         if plain:
             single = (len(plain) * median(plain) + _EXTENDED * first) / (len(plain) + _EXTENDED)
         return single, first, slope
 
-    def _line(self, verified: Sequence[tuple[int, float]], single: float) -> tuple[float, float]:
+    def _verification_line(
+        self, verified: Sequence[tuple[int, float]], single: float
+    ) -> tuple[float, float]:
         """Returns the line through the target passes with drafted tokens: its seconds for none, and
         its slope.
 
@@ -305,44 +311,60 @@ class LearnedCosts:
         pass of its own, which bounds the slope.
         """
         begin = single * (1 + self.guess.verify_start)
-        widest = begin + single * self.guess.verify * _WIDEST
-        count = len(verified) + 2 * _TRUST
-        x = _TRUST * _WIDEST
-        xx = _TRUST * _WIDEST**2
-        y = _TRUST * (begin + widest)
-        xy = _TRUST * _WIDEST * widest
-        for tokens, seconds in verified:
-            x += tokens
-            xx += tokens * tokens
-            y += seconds
-            xy += tokens * seconds
-        slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
-        first = (y - slope * x) / count
-        least = min((seconds / (1 + tokens) for tokens, seconds in verified), default=first)
-        if first < least:
-            first = least
-            slope = max(0.0, y - least * count) / x
-        return first, slope
+        least = min((seconds / (1 + tokens) for tokens, seconds in verified), default=0.0)
+        return _line(verified, begin, single * self.guess.verify, least)
 
     def _drafting(self, single: float) -> float:
-        """Returns the mean cost of a drafted token in units of `single` seconds, or of a draft's
-        `start` if the guess has one."""
-        guess = self.guess
-        usual = guess.start or guess.draft
-        # of each draft: the cost, and the number of tokens that it is for
-        costs = list[tuple[float, int]]()
-        for levels, seconds in self._drafts:
-            if guess.start:
-                costs.append((max(0.0, seconds / single - levels * guess.draft), 1))
-            else:
-                costs.append((seconds / single, levels))
-        usual = _lower([usual, *(cost / count for cost, count in costs)], 3)
-        total = guess.start or guess.draft
+        """Returns the mean cost of a drafted token in units of `single` seconds."""
+        guess = self.guess.draft
+        costs = [(levels, seconds / single) for levels, seconds in self._drafts]
+        usual = _lower([guess, *(cost / levels for levels, cost in costs)], 3)
+        total = guess
         counted = 1
-        for cost, count in costs:
-            total += min(cost, _OUTLIER * max(usual * count, _LEAST_DRAFT))
-            counted += count
+        for levels, cost in costs:
+            total += min(cost, _OUTLIER * max(usual * levels, _LEAST_DRAFT))
+            counted += levels
         return total / counted
+
+    def _block_drafting(self, single: float) -> tuple[float, float]:
+        """Returns the costs of a draft's pass and of a token in it, in units of `single`
+        seconds."""
+        guess = self.guess
+        costs = [(levels, seconds / single) for levels, seconds in self._drafts]
+        expected = {levels: guess.start + levels * guess.draft for levels, _ in costs}
+        usual = _lower([1.0, *(cost / expected[levels] for levels, cost in costs)], 3)
+        measured = [
+            (levels, min(cost, _OUTLIER * max(usual * expected[levels], _LEAST_DRAFT)))
+            for levels, cost in costs
+        ]
+        return _line(measured, guess.start, guess.draft, 0.0)
+
+
+def _line(
+    points: Sequence[tuple[int, float]], begin: float, slope: float, least: float
+) -> tuple[float, float]:
+    """Returns the line through points (x, y): its value at 0, which is at least `least`, and its
+    slope, which is not negative.
+
+    A line that is `begin` at 0 and has this `slope` counts as two further points, of little weight.
+    """
+    far = begin + slope * _WIDEST
+    count = len(points) + 2 * _TRUST
+    x = _TRUST * _WIDEST
+    xx = _TRUST * _WIDEST**2
+    y = _TRUST * (begin + far)
+    xy = _TRUST * _WIDEST * far
+    for at, value in points:
+        x += at
+        xx += at * at
+        y += value
+        xy += at * value
+    slope = max(0.0, (count * xy - x * y) / (count * xx - x * x))
+    first = (y - slope * x) / count
+    if first < least:
+        first = least
+        slope = max(0.0, y - least * count) / x
+    return first, slope
 
 
 def _lower(values: Sequence[float], parts: int) -> float:
@@ -417,6 +439,42 @@ def _probability(odds: float) -> float:
 
 
 @dataclass(slots=True)
+class LevelAcceptance:
+    """How often a draft's token on each level is accepted, given that those before it are.
+
+    `accepted` and `judged` are numbers of tokens by level, of which older ones count less. A level
+    of which little is known counts as the level before it.
+    """
+
+    accepted: list[float] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Learns from a draft of so many tokens."""
+        missing = drafted - len(self.judged)
+        self.accepted += [0.0] * missing
+        self.judged += [0.0] * missing
+        for level in range(len(self.judged)):
+            self.accepted[level] = _LEVEL_FADING * self.accepted[level] + (level < accepted)
+            is_judged = level < min(accepted + 1, drafted)
+            self.judged[level] = _LEVEL_FADING * self.judged[level] + is_judged
+
+    def longest(self, worth: float, cost: float, most: int) -> int:
+        """Returns how many tokens, at least 1 and at most `most`, are expected to be worth more
+        than they cost, where an accepted token is worth `worth`, and each costs `cost`."""
+        survival = 1.0
+        rate = _MODEL_RATE
+        for level in range(most):
+            if level < len(self.judged):
+                known = self.accepted[level] + _LEVEL_TRUST * rate
+                rate = known / (self.judged[level] + _LEVEL_TRUST)
+            survival *= rate
+            if survival * worth * OPTION <= cost:
+                return max(level, 1)
+        return most
+
+
+@dataclass(slots=True)
 class DraftingGuard:
     """Pauses drafting after it has lost more than a budget, so that what drafting can lose is
     bounded, whatever the predictions say.
@@ -462,7 +520,8 @@ class Learned:
     run.
 
     `token` predicts the acceptance of a drafted token, `following` that of the token after it,
-    `lookup` that of a token copied by prompt lookup. `cost` and `tokens` are sums over rounds, from
+    `lookup` that of a token copied by prompt lookup, and `levels` that of a block's tokens before
+    they are computed. `cost` and `tokens` are sums over rounds, from
     which the worth of a token is computed. `gain` and `drafts` are sums over the draft model's
     drafts: what they gained, and their number. In all sums, older rounds count less. Costs and
     gains are in units of a target pass over one token. The mean gain begins at an assumed value,
@@ -479,6 +538,7 @@ class Learned:
     token: Acceptance = field(default_factory=lambda: Acceptance(5.0))
     following: Acceptance = field(default_factory=lambda: Acceptance(10.0))
     lookup: CopiedAcceptance = field(default_factory=CopiedAcceptance)
+    levels: LevelAcceptance = field(default_factory=LevelAcceptance)
     guard: DraftingGuard = field(default_factory=DraftingGuard)
     lookup_guard: DraftingGuard = field(default_factory=DraftingGuard)
 
@@ -536,7 +596,8 @@ class AdaptiveInputs:
     run's rounds; None: they stay as they are. `learned` changes during the run. `in_parallel`:
     drafts are made during the target's passes (PEARL), and cost nothing. `temperature` is 0 in
     greedy decoding. Runs with the same `key` share what they learn, also those whose policy decides
-    in another process; None: this run shares nothing.
+    in another process; None: this run shares nothing. `sizes_blocks`: the drafter computes a whole
+    draft in one pass, whose length has to be chosen before.
     """
 
     costs: DraftingCosts
@@ -545,3 +606,4 @@ class AdaptiveInputs:
     temperature: float = 0.0
     key: Hashable = None
     timed: LearnedCosts | None = None
+    sizes_blocks: bool = False

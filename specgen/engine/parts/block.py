@@ -375,7 +375,12 @@ class BlockHeadRunner(BlockRunner):
     head, they are U_k and h_k alone. With a selector, row k has its scores (see
     `CandidateSelector`), and -inf for tokens that are no candidates, so that drafts are drawn from,
     and judged by, a distribution over the candidates alone.
+
+    The block is as long as in training, or as `plan` says. Where rows see later ones, those of a
+    shorter block are others.
     """
+
+    sizes_blocks = True
 
     def __init__(
         self,
@@ -387,6 +392,7 @@ class BlockHeadRunner(BlockRunner):
         self._pass = BlockPass(weights, model, target_penalties)
         self._first = 0 if weights.from_anchor else 1
         self._rows = weights.block_size
+        self._planned: int | None = None  # levels of the next draft
         super().__init__(self._pass, weights.drafts, penalties)
         self.target = self._pass.target
         self._architecture = weights.architecture
@@ -416,12 +422,19 @@ class BlockHeadRunner(BlockRunner):
             None if weights.vocabulary is None else weights.vocabulary.to(model.device)
         )
 
+    def plan(self, levels: int | None) -> None:
+        self._planned = levels
+
     def rows(
         self,
         context: Context,
         count: int,
     ) -> ModelOutput:
-        logits, states, *_ = self._pass.rows(context, self._rows)
+        rows = self._rows
+        if self._planned is not None:
+            rows = min(self._first + max(count, self._planned), rows)
+            self._planned = None
+        logits, states, *_ = self._pass.rows(context, rows)
         assert states is not None
         if self._first:
             logits = logits[self._first :]
