@@ -98,7 +98,7 @@ eagle:width=2:depth=4:nodes=6 eagle:nodes=auto:k=3 eagle:width=1:cape=true
 eagle:width=1:policy=adaptive:{COSTS}
 glide glide:k=3 glide:cape=true glide:policy=svip glide:policy=heuristic
 selfsd:skip=5+6a+7m selfsd:skip=3+4:k=6 selfsd:skip=2+9:policy=fixed:k=4 selfsd:skip=4m+8a:cape=true
-mtp block block:k=4:nodes=12 block:policy=confidence block:policy=adaptive:{COSTS}
+mtp block:k=7 block:k=4:nodes=12 block:policy=confidence block:policy=adaptive:{COSTS}
 fly:k=15:window=4:entropy=0 eesd:{COSTS}
 """.split()
 FAMILY = f"""
