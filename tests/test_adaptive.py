@@ -435,6 +435,12 @@ def test_a_block_is_as_long_as_its_tokens_are_accepted_and_pay() -> None:
     for _ in range(200):  # what was seen of the third token is forgotten
         levels.learn(2, 2)
     assert levels.longest(1.0, 0.3, 40) > 3
+    levels = LevelAcceptance()
+    for _ in range(50):
+        levels.learn(4, 1)
+    for _ in range(30):
+        levels.learn(2, 2)
+    assert levels.longest(1.0, 0.3, 40) > 2, "a token after a rejected one was not judged"
 
 
 def test_a_policy_that_sizes_blocks_ends_drafts_there() -> None:
