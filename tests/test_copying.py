@@ -72,7 +72,7 @@ def has_match(ids: list[int], length: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "written", ["sd:k=3", "eesd-fixed", "medusa:nodes=0", "eagle:width=1", "glide", "block"]
+    "written", ["sd:k=3", "eesd-fixed", "medusa:nodes=0", "eagle:width=1", "glide", "block:k=7"]
 )
 def test_a_model_knows_what_was_copied_without_it(demo_pair: Pair, written: str) -> None:
     """Its next draft is as if it had drafted all the time: the target's features of copied tokens

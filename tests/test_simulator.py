@@ -306,7 +306,7 @@ def test_an_early_exit_uses_its_predictor(early: Pair, name: str, given: dict[st
     assert same(simulator(early).run(name, given), really(early, name, given))
 
 
-@pytest.mark.parametrize("given", [{"k": 4}, {"policy": "cali-ts"}, {"nodes": 12}], ids=str)
+@pytest.mark.parametrize("given", [{"k": 4}, {"policy": "cali-ts"}, {"nodes": 12, "k": 7}], ids=str)
 def test_a_block_head_drafts_in_simulated_runs(demo_pair: Pair, given: dict[str, object]) -> None:
     assert same(simulator(demo_pair).run("block", given), really(demo_pair, "block", given))
 

@@ -144,7 +144,10 @@ COLUMNS = (
     Column("mean_accepted_run", "accepted per\nrejection", "{:.1f}", 13, "accepted per rejection"),
     Column("target_passes", "target\npasses", "{:,}", 12),
     Column("ties", in_csv=False),
-    *map(Column, ("rounds", "drafted", "accepted", "new_tokens", "seconds")),
+    *map(
+        Column,
+        ("rounds", "drafted", "accepted", "copied", "copied_accepted", "new_tokens", "seconds"),
+    ),
     Column("tokens_per_second", "tokens\n/s", "{:,.1f}", 1, "tokens/s", is_speed=True),
     *map(Column, ("decode_tokens_per_second", "prompt_tokens_per_second")),
     Column("speedup", "\nspeedup", "{:.2f}×", value=attrgetter("speedup"), is_speed=True),
