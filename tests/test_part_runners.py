@@ -90,6 +90,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("block-dflash2", {"head_layers": 2, "causal": True, "scales": (3.0, 0.4, 2.0)}),
     ("block-dflash2", {"family": "gemma2", "taps": 3, "scales": (1.0, 0.196, 20.0)}),
     ("block-dflash2", {"is_flat": True, "block_rows": 8, "backend": "transformers"}),
+    ("block-dflash2", {"is_flat": True, "causal": False, "scales": (1.0, 0.196, 20.0)}),
     ("block-dflash2-speculators", {}),
     ("exit", {"joined": True, "depth": 2}),
     ("exit", {"joined": True, "depth": 1, "family": "qwen3", "backend": "transformers"}),

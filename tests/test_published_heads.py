@@ -545,6 +545,7 @@ MISTAKES: list[tuple[str, Callable[[Tensors], Any], Config, str]] = [
     ("block-zlab", put(), {"projector_type": "weaver"}, "projector_type = 'weaver'"),
     ("block-zlab", put(), {"model_type": "laguna"}, "a head of Laguna's variant of DFlash, "),
     ("block-zlab", put(), {"uno_mask_token_id": 7}, "a head of UNO, "),
+    ("block-zlab", put(), {"architectures": ["UNODraftModel"]}, "a head of UNO, "),
     ("block-dflash2", without(CODEBOOK), {}, f"lacks 1 of its tensors (the first: {CODEBOOK})"),
     (
         "block-dflash2",

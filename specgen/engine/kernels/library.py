@@ -38,6 +38,7 @@ _FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
+_OF_AMD = ("-DFETCH_INTO_L2",)  # for processors of AMD
 _COMMON = ("-mavx2", "-mfma", "-mf16c")
 _SECONDS = 300  # that a compiler may take
 _COMPILERS = ("cc", "gcc", "clang")
@@ -179,12 +180,23 @@ def available_instructions() -> list[str]:
 @cache
 def _features() -> frozenset[str]:
     """Returns what Linux says that all processors of this machine have."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    flags = [set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")]
+    flags = [set(line.partition(":")[2].split()) for line in _cpuinfo() if line.startswith("flags")]
     return frozenset(set.intersection(*flags)) if flags else frozenset()
+
+
+@cache
+def _cpuinfo() -> list[str]:
+    """Returns the lines in which Linux describes the processors."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _flags(instructions: str) -> list[str]:
+    """Returns the compiler's flags for a set of instructions on this machine."""
+    is_amd = any("AuthenticAMD" in line for line in _cpuinfo() if line.startswith("vendor_id"))
+    return [*_FLAGS, *INSTRUCTIONS[instructions].flags, *(_OF_AMD if is_amd else ())]
 
 
 def _chosen() -> str:
@@ -235,7 +247,7 @@ def _load(instructions: str) -> Library:
 def _path(instructions: str) -> Path:
     """Returns where the library for a set of instructions is kept. Its name depends on text and
     flags."""
-    flags = " ".join((*_FLAGS, *INSTRUCTIONS[instructions].flags))
+    flags = " ".join(_flags(instructions))
     digest = sha256(SOURCE.read_bytes() + flags.encode()).hexdigest()[:16]
     return _folder() / f"{instructions}-{digest}.so"
 
@@ -289,9 +301,8 @@ def _compile(instructions: str, path: Path) -> None:
     except OSError as error:
         raise UnavailableError(f"cannot write to {path.parent}: {error.strerror}") from error
     os.close(descriptor)
-    flags = INSTRUCTIONS[instructions].flags
     try:
-        command = [compiler, *_FLAGS, *flags, "-o", part, str(SOURCE), "-lm"]
+        command = [compiler, *_flags(instructions), "-o", part, str(SOURCE), "-lm"]
         done = subprocess.run(  # noqa: S603 (a compiler that is found in PATH)
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
         )

@@ -89,6 +89,7 @@ _OTHERS = (
     ("XPress", "xpress"),
     ("Domino", "domino"),
     ("UNO", "uno_"),
+    ("UNO", "unodraft"),
     ("Laguna's variant of DFlash", "laguna"),
 )
 _KINDS = ("architectures", "model_type", "projector_type", "speculators_model_type")
