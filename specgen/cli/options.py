@@ -388,7 +388,10 @@ SERVE_ROWS: Rows = {
         "Where a request has no response_format: answer in JSON that matches this schema, a file "
         "or text that begins with {.",
     ),
-    "regex": ("REGEX", "Where a request has no response_format: answer with text that matches it."),
+    "regex": (
+        "REGEX",
+        "Where a request has no response_format: answer with text that matches this expression.",
+    ),
     "grammar": (
         "FILE",
         "Where a request has no response_format: answer with text of this grammar (Lark or GBNF).",

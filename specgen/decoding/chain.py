@@ -86,13 +86,13 @@ class ModelDrafter(DraftModelUser):
         the token. If it returns False, the draft ends. Raises RunError for logits that hold a NaN.
         """
         tokens = [*unverified, *forced]
-        limit = self._room(context, limit, len(tokens))
+        limit = self._room(context, limit, tokens)
         if limit < 1:
             return Draft()
         device = None if show is not None else self._device_chain(context, policy, tokens)
         if device is None:
             return self._host_draft(context, policy, limit, tokens, len(unverified), show)
-        reason = extend_draft(policy, limit, device.append, unverified=len(tokens))
+        reason = extend_draft(policy, limit, device.append, unverified=len(unverified))
         return device.draft(self._reason(reason, limit))
 
     def _host_draft(

@@ -130,17 +130,19 @@ class DraftModelUser:
             setup.draft.device, derive_seed(setup.seed, "draft")
         )
 
-    def _room(self, context: Context, limit: int, before: int = 0) -> int:
+    def _room(self, context: Context, limit: int, before: Sequence[int] = ()) -> int:
         """The number of tokens, at most `limit` and the drafter's depth, that the draft model can
-        draft after the context and `before` further tokens.
+        draft after the context and the tokens `before`.
 
-        0 if the context holds a token that the draft model's vocabulary lacks; may be negative if
-        the context is too long.
+        0 if one of these is a token that the draft model's vocabulary lacks; may be negative if the
+        context is too long.
         """
+        if max(before, default=0) >= self._runner.num_embeddings:
+            return 0
         longest = self._runner.room(context)
         if self._longest is not None:
             longest = min(longest, self._longest)
-        bounds = limit, longest - before, self._depth
+        bounds = limit, longest - len(before), self._depth
         return min(bound for bound in bounds if bound is not None)
 
     def _reason(self, reason: str, levels: int) -> str:

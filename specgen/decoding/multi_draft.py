@@ -59,7 +59,7 @@ class MultiDraftDrafter(DraftModelUser):
     def propose(
         self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
     ) -> Draft:
-        limit = self._room(context, limit, len(forced))
+        limit = self._room(context, limit, forced)
         if limit < 1:
             return Draft(draws=())
         tree = DraftTree(self._setup, context, forced)

@@ -23,6 +23,7 @@ _ACCEPTANCE = 0.7  # assumed probability that a drafted token is accepted
 _HIGH_ACCEPTANCE = 0.9  # with which no longer window must pay
 # where a target pass takes long: how many times its expected number of tokens the draft may have
 _MARGIN = 1.5
+_LEAST_PASS = 1e-9  # seconds: a stored profile may say 0
 _PERIOD = 16  # rounds after which a run decides again whether passes overlap
 _SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
 _HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
@@ -94,7 +95,7 @@ class ParallelCosts:
             passes = overlapping.verification_cost.at(tokens, context_length)
             return passes + overlapping.synchronisation_overhead
 
-        draft_pass = overlapping.draft_cost.at(1, context_length)
+        draft_pass = max(overlapping.draft_cost.at(1, context_length), _LEAST_PASS)
         width = max(2, _rounded(target_pass(1) / draft_pass))
         return cls(
             draft_pass,
@@ -227,8 +228,8 @@ class Overlapping:
     After each `_PERIOD` rounds of overlapping passes these seconds are compared with those of
     rounds in turn: the measured ones of this run, or before there are any, those that `costs` (with
     times of passes of one model alone) predict for the share of tokens that was accepted. Where
-    overlapping is slower, the models take turns for a period. They go on so unless this period
-    turns out to be slower than the one before. `length_in_turn` is the length of drafts, at most
+    overlapping is slower, the models take turns, until a period in turn takes longer for each token
+    than the last overlapping one. `length_in_turn` is the length of drafts, at most
     `longest`, while the models take turns; None while passes overlap.
     """
 

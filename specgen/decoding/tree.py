@@ -215,7 +215,7 @@ class TopKTreeDrafter(DraftModelUser):
     def propose(
         self, context: Context, policy: LengthPolicy, limit: int, forced: Sequence[int] = ()
     ) -> Draft:
-        limit = self._room(context, limit, len(forced))
+        limit = self._room(context, limit, forced)
         if limit < 1:
             return Draft()
         scores = self._scores(policy, context)

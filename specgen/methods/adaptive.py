@@ -296,8 +296,8 @@ class Adaptive(LengthPolicy):
             # a tree may leave levels out that were computed
             levels = max(drafted, len(self._steps)) if drafted else 0
             cost = self._costs.of_draft(levels, max(self._tokens, drafted))
-        # tokens after a rejected one are deleted when the next draft starts
-        del self._steps[:drafted]
+        # after a rejected token, those that PEARL has drafted since are discarded too
+        del self._steps[: None if was_rejected else drafted]
 
         tokens = accepted + (was_rejected or not judges_new)
         if drafted:

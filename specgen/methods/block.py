@@ -37,7 +37,7 @@ class Block(PartMethod):
     settings: ClassVar = {
         "nodes": Setting(0, "tokens in a tree of candidates; 0: a chain", 0, 1024),
         "block_size": Setting(
-            0, "rows of the head's pass, fewer than in its training; 0: as trained", 0, 256
+            0, "rows that the head computes in a pass, at most as in its training; 0: all", 0, 256
         ),
         **HEAD,
         **COPY,

@@ -263,7 +263,7 @@ async def _body(request: Request) -> bytes:
 def _public_name(name: str) -> str:
     """Returns what clients call a model: of a path on this machine its last part."""
     path = Path(name)
-    return path.name if path.exists() else name
+    return path.resolve().name if path.exists() else name
 
 
 def _without_address(error: HTTPException, path: str) -> ApiError:

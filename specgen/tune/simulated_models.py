@@ -236,6 +236,7 @@ class SimulatedKnowledge(DraftingKnowledge):
             self._simulated.expected_costs(),
             learned,
             in_parallel=case.in_parallel,
+            sizes_blocks=case.sizes_blocks,
             temperature=case.sampling.temperature,
         )
 
