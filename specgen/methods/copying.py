@@ -47,8 +47,8 @@ def copy_setting(default: Value, auto: str) -> dict[str, Setting]:
     """Returns the setting `copy`, with this default; `auto` says when text is copied with
     `copy=auto`."""
     text = (
-        f"also copy text that occurred before (prompt lookup); auto: {auto}; N: wherever the last N "
-        "tokens occurred before; off: never"
+        f"also copy text that occurred before (prompt lookup); auto: {auto}; N: wherever the last "
+        "N tokens occurred before; off: never"
     )
     return {"copy": Setting(default, text, 1, PromptLookupDrafter.LONGEST_MATCH, (AUTO, OFF))}
 

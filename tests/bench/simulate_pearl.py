@@ -6,8 +6,8 @@ the models' speed ratio and the share of drafted tokens that are accepted.
 The rounds are those of `pearl` and `sd` themselves, on models whose outputs are known: the draft
 model's token is the target's with the same probability everywhere. Each pass is then priced: a
 target pass counts as 1, whatever the number of its tokens, and a draft pass as 1 / c. PEARL's
-window is c (Theorem 1); `sd` has the length that is best for both numbers. A slowdown is the time of
-a pass beside the other model over its time alone, as `specgen inspect --measure` shows them; 1:
+window is c (Theorem 1); `sd` has the length that is best for both numbers. A slowdown is the time
+of a pass beside the other model over its time alone, as `specgen inspect --measure` shows them; 1:
 each model has a device of its own. What starting and ending a round takes is left out.
 """
 
