@@ -32,7 +32,7 @@ COPYING = f"""
 svip:copy=auto sd:copy=8 sd:copy=4:width=3:k=3 sd:copy=4:cape=true sd:copy=4:translation=text
 sd:copy=4:policy=adaptive:{COSTS} beta-ts:copy=auto eesd:copy=auto:{COSTS} eesd-tree:copy=4
 medusa:copy=auto medusa:copy=4:nodes=0 eagle:copy=4 eagle:copy=auto:width=1 glide:copy=4
-block:copy=auto block:copy=4:nodes=12 selfsd:copy=4:skip=5+6a+7m
+block:copy=auto:{COSTS} block:copy=4:nodes=12:k=4 selfsd:copy=4:skip=5+6a+7m
 """.split()
 
 
