@@ -26,6 +26,7 @@ from specgen.base.types import SamplingParams
 from specgen.pair.pair import Pair
 from specgen.serve import requests
 from specgen.serve.access import Access
+from specgen.serve.app import public_name
 from specgen.serve.errors import ApiError
 from specgen.serve.requests import LARGEST_SCHEMA
 
@@ -703,3 +704,14 @@ def test_penalties_of_a_request(served: Served, demo_pair: Pair) -> None:
     expected = demo_pair.generate(PROMPT, "ar", max_new_tokens=30, **penalties)
     assert answer["choices"][0]["text"] == expected.text
     assert expected.text != demo_pair.generate(PROMPT, "ar", max_new_tokens=30).text
+
+
+def test_clients_see_the_last_part_of_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stored").mkdir()
+    (tmp_path / "named").symlink_to("stored")
+    monkeypatch.chdir(tmp_path / "stored")
+    assert public_name(str(tmp_path / "named")) == "named"
+    assert public_name(".") == "stored"
+    assert public_name("owner/model") == "owner/model"

@@ -77,7 +77,7 @@ class _Service:
         self._worker = worker
         self._default = default
         target = worker.pair.target
-        self._name = _public_name(target.name)
+        self._name = public_name(target.name)
         self._page = chat_page()
         self._model: dict[str, Any] = {
             "id": self._name,
@@ -260,10 +260,10 @@ async def _body(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Returns what clients call a model: of a path on this machine its last part."""
     path = Path(name)
-    return path.resolve().name if path.exists() else name
+    return (path.name or path.resolve().name) if path.exists() else name
 
 
 def _without_address(error: HTTPException, path: str) -> ApiError:
