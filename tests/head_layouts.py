@@ -384,16 +384,16 @@ def block_config(sizes: Sizes, **more: Any) -> Config:
     )
 
 
+def scale_fields(sizes: Sizes) -> Config:
+    names = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    return dict(zip(names, sizes.scales, strict=True)) if sizes.scales else {}
+
+
 def block_zlab(sizes: Sizes) -> tuple[Config, Tensors]:
     """DFlash's authors' layout; the last of several layers has a sliding window. Layers are named
     by their outputs."""
     own: Config = {"mask_token_id": 2, "target_layer_ids": [0, 2]}
-    if sizes.scales:
-        own |= zip(
-            ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-            sizes.scales,
-            strict=True,
-        )
+    own |= scale_fields(sizes)
     config = block_config(
         sizes,
         architectures=["DFlashDraftModel"],
@@ -484,12 +484,7 @@ def block_dflash2(sizes: Sizes) -> tuple[Config, Tensors]:
     """The layout of DFlash2's authors, whose layers are Qwen3's, all with a sliding window."""
     sizes.qk_norm = True
     own = dflash2_fields(sizes) | {"target_layer_ids": [0, 2]}
-    if sizes.scales:
-        own |= zip(
-            ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-            sizes.scales,
-            strict=True,
-        )
+    own |= scale_fields(sizes)
     config = block_config(
         sizes,
         architectures=["DFlash2DraftModel"],

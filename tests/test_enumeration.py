@@ -13,7 +13,7 @@ from families import make_model, model_of, near_copy
 from runner_checks import every, uncached
 
 from specgen import methods
-from specgen.base.types import SamplingParams
+from specgen.base.types import Round, SamplingParams
 from specgen.decoding.parallel_costs import Window
 from specgen.engine.model_runner import ModelRunner
 from specgen.methods import copying
@@ -269,24 +269,28 @@ def test_length_policies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(case) < ROUNDING
 
 
+def rounds_of(case: Case, seed: int) -> list[Round]:
+    target, draft = case.models
+    run = scripted_run(
+        case.method,
+        case.settings,
+        target,
+        draft,
+        case.sampling,
+        eos=case.eos,
+        seed=seed,
+        prompt=PROMPT,
+    )
+    return list(run.rounds())
+
+
 @pytest.mark.parametrize("case", [case for case in POLICIES if case.method == "adaptive"], ids=str)
 def test_adaptive_decides_by_what_was_drafted_in_these_cases(case: Case) -> None:
     """Drafts end at different lengths after tokens drawn before, or some rounds draft nothing."""
-    target, draft = case.models
     lengths = set()
     reasons = set()
     for seed in range(40):
-        run = scripted_run(
-            case.method,
-            case.settings,
-            target,
-            draft,
-            case.sampling,
-            eos=case.eos,
-            seed=seed,
-            prompt=PROMPT,
-        )
-        for round_ in list(run.rounds())[1:]:
+        for round_ in rounds_of(case, seed)[1:]:
             reason = (round_.draft.stop_reason or "").split(": ")[0].split(" 0")[0]
             reasons.add(reason)
             if reason == "gain":
@@ -327,20 +331,11 @@ def test_copies_before_a_model(case: Case) -> None:
 @pytest.mark.parametrize("case", COPIES, ids=str)
 @pytest.mark.usefixtures("early_copies")
 def test_both_sources_draft_in_these_cases(case: Case) -> None:
-    target, draft = case.models
     sources = set()
     for seed in range(20):
-        run = scripted_run(
-            case.method,
-            case.settings,
-            target,
-            draft,
-            case.sampling,
-            eos=case.eos,
-            seed=seed,
-            prompt=PROMPT,
-        )
-        sources |= {round_.draft.is_copied for round_ in run.rounds() if round_.draft.tokens}
+        sources |= {
+            round_.draft.is_copied for round_ in rounds_of(case, seed) if round_.draft.tokens
+        }
     assert sources == {True, False}
 
 

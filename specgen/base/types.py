@@ -275,8 +275,8 @@ class Draft:
     a tree), given that all before it are accepted; NaN where it predicted none, and empty for a
     policy that predicts nothing. `forced` are the nodes that a grammar leaves no choice about: no
     model drafted them (entropy 0, top probability 1), and the length policy does not know of them.
-    In a tree they come before all other nodes, one after the other. `is_copied`: the
-    tokens were copied from the context by a method that also drafts with a model.
+    In a tree they come before all other nodes, one after the other. `is_copied`: the tokens were
+    copied from the context by a method that also drafts with a model.
     """
 
     tokens: Sequence[int] = ()

@@ -109,18 +109,17 @@ class Parallel:
                 while run.finish_reason is None:
                     round_, unverified = step(run, unverified)
                     yield round_
-                    step = inference(self._following(round_)._step)
+                    if self.overlapping is not None:
+                        self.overlapping.add(round_)
+                        step = inference(self._as_decided(self.overlapping)._step)
             finally:
                 if self.check is not None:
                     self.check.end()
 
-    def _following(self, round_: Round) -> Parallel:
-        """Returns the schedule of the round after this one: with drafts and target passes in turn,
-        if that is faster."""
-        if self.overlapping is None:
-            return self
-        self.overlapping.add(round_)
-        length = self.overlapping.length_in_turn
+    def _as_decided(self, overlapping: Overlapping) -> Parallel:
+        """Returns the schedule of the next round: with drafts and target passes in turn, if that is
+        faster."""
+        length = overlapping.length_in_turn
         if length is None:
             return self
         window = Window(length, length)
@@ -260,15 +259,13 @@ def _joined(first: Draft, second: Draft) -> Draft:
             predicted += part.predicted or [math.nan] * len(part.tokens)
     if not second.tokens:
         return replace(first, stop_reason=second.stop_reason or first.stop_reason)
-    count = len(first.tokens)
     return Draft.chain(
         [*first.tokens, *second.tokens],
-        # no more are verified
         probs=None if second.probs is None else _drawn(first, second.probs[:1]),
         entropies=[*first.entropies, *second.entropies],
         top_probs=[*first.top_probs, *second.top_probs],
         stop_reason=with_count(second.stop_reason, len(first.forced)),
-        forced=first.forced | frozenset(count + node for node in second.forced),
+        forced=first.forced,  # a worker drafts none
         logits=None if second.logits is None else torch.cat((first.logits, second.logits[:1])),
         predicted=predicted,
     )

@@ -229,8 +229,8 @@ class Overlapping:
     rounds in turn: the measured ones of this run, or before there are any, those that `costs` (with
     times of passes of one model alone) predict for the share of tokens that was accepted. Where
     overlapping is slower, the models take turns, until a period in turn takes longer for each token
-    than the last overlapping one. `length_in_turn` is the length of drafts, at most
-    `longest`, while the models take turns; None while passes overlap.
+    than the last overlapping one. `length_in_turn` is the length of drafts, at most `longest`,
+    while the models take turns; None while passes overlap.
     """
 
     costs: ParallelCosts

@@ -484,8 +484,8 @@ class Training:
             if self._is_trying:
                 speed = (self.tokens - tokens) / max(self._step_seconds, 1e-9)
                 self._tried.append((self.batches.size, speed))
-            loss = self.loss
-            if loss is not None and not math.isfinite(loss):
+            loss = self._losses[-1]
+            if not math.isfinite(loss):
                 raise RunError(
                     f"the loss is {loss} at step {self.step}", "Use a smaller --learning-rate"
                 )

@@ -27,10 +27,10 @@ class AttentionMask(NamedTuple):
     key_positions: torch.Tensor
 
     def both_ways(self, window: int) -> AttentionMask:
-        """Returns the mask of tokens that see all keys less than `window` positions behind them,
-        and before `additive` also all keys before them."""
-        behind = self.key_positions[..., None, :] - self.positions[..., :, None]
-        return self._replace(excluded=behind >= window)
+        """Returns the mask with which tokens also see later keys, up to `window` - 1 positions
+        after their own. How far back they see is left to `additive`."""
+        distance = self.key_positions[..., None, :] - self.positions[..., :, None]
+        return self._replace(excluded=distance >= window)
 
     def additive(self, window: int | None, dtype: torch.dtype, group: int = 1) -> torch.Tensor:
         """Returns the additive mask [..., n * group, m]: 0 where a query sees a key, the dtype's

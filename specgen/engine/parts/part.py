@@ -163,14 +163,18 @@ class BlockWeights(DecoderWeights):
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @property
+    def kind(self) -> str:
+        """DFlash2 if there are convolutions or a selector, DSpark if rows predict the token after
+        their own or read the token before, DFlash otherwise."""
+        if self.conv_group or self.candidates:
+            return "DFlash2"
+        has_markov_head = any(name.startswith("markov_head.") for name in self.tensors)
+        return "DSpark" if self.from_anchor or has_markov_head else "DFlash"
+
+    @property
     def about(self) -> str:
         """The head in a few words."""
-        name = "DFlash"
-        if self.conv_group or self.candidates:
-            name = "DFlash2"
-        elif any(name.startswith("markov_head.") for name in self.tensors):
-            name = "DSpark"
-        text = f"{name}, {counted(self.architecture.num_layers, 'layer')}, "
+        text = f"{self.kind}, {counted(self.architecture.num_layers, 'layer')}, "
         text += f"{counted(self.drafts, 'token')} from a block of {self.block_size} rows"
         if self.candidates:
             text += f", each one of {self.candidates} candidates"

@@ -26,7 +26,6 @@ from specgen.base.part_kinds import HeadKind
 from specgen.base.schema import read
 from specgen.base.text import shown
 from specgen.engine.loaded_model import LoadedModel
-from specgen.engine.parts.block import SUCCESSORS
 from specgen.engine.parts.head_files import MEDUSA_FILE, are_rising, take_exactly
 from specgen.engine.parts.mtp import find_layers, read_layers
 from specgen.engine.parts.own_layers import (
@@ -111,7 +110,7 @@ class HeadDescription:
 
 @dataclass(frozen=True, slots=True)
 class HeadVariant:
-    """What kind of head others call a head: `name`, such as `eagle3` or `dspark`.
+    """The kind of a head, by the `name` that other engines use, such as `eagle3` or `dspark`.
 
     `longest` is the longest draft that it makes in one pass, None if it drafts one token a pass;
     `rows` is the number of rows of that pass, 0 if it is no block. `layers` is the number of layers
@@ -238,23 +237,12 @@ def variant_of(weights: HeadWeights | MtpWeights | AssistantWeights) -> HeadVari
     if isinstance(weights, EagleWeights):
         return HeadVariant("eagle3" if weights.version == 3 else "eagle")
     if isinstance(weights, BlockWeights):
-        return _block_variant(weights)
+        return HeadVariant(weights.kind.lower(), weights.drafts, weights.block_size)
     if isinstance(weights, MedusaWeights):
         return HeadVariant("medusa", len(weights.blocks))
     if isinstance(weights, MtpWeights):
         return HeadVariant("mtp", layers=weights.architecture.num_layers)
     return HeadVariant("assistant" if isinstance(weights, AssistantWeights) else "glide")
-
-
-def _block_variant(weights: BlockWeights) -> HeadVariant:
-    """Returns DFlash2 where there are convolutions or a selector, DSpark where rows predict the
-    token after their own or read the token before, DFlash otherwise."""
-    name = "dflash"
-    if weights.candidates or weights.conv_group:
-        name = "dflash2"
-    elif weights.from_anchor or SUCCESSORS in weights.tensors:
-        name = "dspark"
-    return HeadVariant(name, weights.drafts, weights.block_size)
 
 
 def part_digest(path: Path, *, is_exit: bool) -> str:
