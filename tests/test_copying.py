@@ -18,7 +18,12 @@ from specgen.base.types import Context, Draft, Round, SamplingParams, Verdict
 from specgen.compare.prompts import load_prompts
 from specgen.decoding.drafting import NoDrafter
 from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken, Fixed
-from specgen.methods.copying import CopyingPolicy, HybridDrafter, PromptLookupDrafter
+from specgen.methods.copying import (
+    CopyingPolicy,
+    HybridDrafter,
+    PromptLookupDrafter,
+    with_copies,
+)
 from specgen.methods.learned_drafting import SHORTEST_PAUSE
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
@@ -171,6 +176,14 @@ def test_where_the_model_has_no_room_text_is_copied() -> None:
     draft = drafter.propose(Context([1, 2, 3, 4, 1, 2, 3]), policy, 10)
     assert list(draft.tokens)[:2] == [4, 1]
     assert draft.is_copied
+
+
+def test_what_followed_most_often_is_copied() -> None:
+    """Not what followed last."""
+    ids = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 9, 7, 1, 2, 3]
+    drafter, policy = with_copies(NoDrafter(), Fixed(5), {"copy": 3}, ())
+    assert drafter is not None
+    assert drafter.propose(Context(ids), policy, 10).tokens[0] == 4
 
 
 # what is shown

@@ -21,6 +21,7 @@ from specgen.decoding.policy_base import (
 )
 from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.learned_drafting import CopiedAcceptance, DraftingGuard
+from specgen.methods.suffix_drafts import SuffixDrafter
 
 if TYPE_CHECKING:
     from specgen.decoding.drafting import Drafter
@@ -47,8 +48,8 @@ def copy_setting(default: Value, auto: str) -> dict[str, Setting]:
     """Returns the setting `copy`, with this default; `auto` says when text is copied with
     `copy=auto`."""
     text = (
-        f"also copy text that occurred before (prompt lookup); auto: {auto}; N: wherever the last "
-        "N tokens occurred before; off: never"
+        f"also copy text that occurred before; auto: {auto}; N: wherever the last N tokens "
+        "occurred before; off: never"
     )
     return {"copy": Setting(default, text, 1, PromptLookupDrafter.LONGEST_MATCH, (AUTO, OFF))}
 
@@ -157,12 +158,12 @@ class PromptLookupDrafter:
 
 
 class HybridDrafter:
-    """Drafts by prompt lookup or with a model, as the length policy decides in each round.
+    """Drafts by copying, with `copying`, or with a model, as the length policy decides in each
+    round.
 
     The policy is first asked whether to copy text of the context, and if it does not, whether to
-    run the model. `model` is None if none drafts. The reason why a draft of prompt lookup ended
-    begins with `lookup:`. Only the model drafts after `forced` tokens, which a grammar leaves no
-    choice about.
+    run the model. `model` is None if none drafts. The reason why a copied draft ended begins with
+    `lookup:`. Only the model drafts after `forced` tokens, which a grammar leaves no choice about.
 
     The output keeps the target's distribution, because the decision depends on nothing that is
     drawn in the round, and because copied tokens, which are not drawn, have no `Draft.probs`. A
@@ -170,8 +171,8 @@ class HybridDrafter:
     target's features of each token, in the first pass of its next draft.
     """
 
-    def __init__(self, lookup: PromptLookupDrafter, model: Drafter | None) -> None:
-        self._lookup = lookup
+    def __init__(self, copying: PromptLookupDrafter | SuffixDrafter, model: Drafter | None) -> None:
+        self._copying = copying
         self._model = model
         self.takes_forced: bool = getattr(model, "takes_forced", False)
 
@@ -182,13 +183,13 @@ class HybridDrafter:
             model: Any = self._model
             drafted: Draft = model.propose(context, policy.for_model, limit, forced=forced)
             return drafted
-        copied = self._lookup.propose(context, policy, limit, is_last=self._model is None)
+        copied = self._copying.propose(context, policy, limit, is_last=self._model is None)
         if self._model is not None and not copied.tokens:
             drafted = self._model.propose(context, policy.for_model, limit)
             if drafted.stop_reason is not None:
                 return drafted
             # the draft model has no room for this context
-            copied = self._lookup.propose(context, policy, limit)
+            copied = self._copying.propose(context, policy, limit)
         if not copied.tokens:
             return copied
         return replace(copied, stop_reason=f"lookup: {copied.stop_reason}", is_copied=True)
@@ -213,8 +214,11 @@ class CopyingPolicy(LengthPolicy):
         # sums over the model's drafts, in which older ones count less
         self._accepted = _FIRST_ACCEPTED * _FIRST_DRAFTS
         self._drafts = _FIRST_DRAFTS
-        # acceptances of the tokens to copy, None unless prompt lookup drafts in this round
+        # acceptances of the tokens to copy, None unless text is copied in this round
         self._copied: list[float] | None = None
+        # the probability that all of these are accepted, and the token after them, if it is too
+        # unlikely
+        self._path = 1.0
 
     @property
     def for_model(self) -> LengthPolicy:
@@ -247,20 +251,23 @@ class CopyingPolicy(LengthPolicy):
 
     def _worth_copying(self, match_length: int) -> list[float]:
         """Returns the acceptance probabilities of the tokens to copy after a match, at least of
-        one. Sets `reason`."""
+        one."""
         copied = list[float]()
-        path = 1.0
-        self.reason = f"limit {_LONGEST_COPY}"
+        self._path = 1.0
         for acceptance in islice(self._acceptance.of_matches(match_length), _LONGEST_COPY):
-            path *= acceptance
-            if copied and path < _LEAST_PATH:
-                self.reason = f"path {comparison(path, '<', _LEAST_PATH)}"
+            self._path *= acceptance
+            if copied and self._path < _LEAST_PATH:
                 break
             copied.append(acceptance)
         return copied
 
     def keep_drafting(self, token: DraftedToken) -> bool:
-        return self._copied is not None and token.position < len(self._copied)
+        if self._copied is not None and token.position < len(self._copied):
+            return True
+        self.reason = f"limit {_LONGEST_COPY}"
+        if self._path < _LEAST_PATH:
+            self.reason = f"path {comparison(self._path, '<', _LEAST_PATH)}"
+        return False
 
     def observe(self, drafted: int, accepted: int) -> None:
         if self._copied is not None:
@@ -298,17 +305,17 @@ def with_copies(
 ) -> tuple[Drafter | None, LengthPolicy]:
     """Returns a run's drafter and its length policy, with copies as the setting `copy` says.
 
-    `values` are the method's settings by name. `drafter` None: no model drafts. The policy stays
-    the same if it decides on copies itself.
+    `values` are the method's settings by name. `drafter` None: no model drafts. A policy that
+    decides on copies itself stays the same, and prompt lookup copies. Otherwise suffix decoding
+    does, which copies what followed most often.
     """
     copy = values.get("copy", OFF)
     if copy == OFF:
         return drafter, policy
-    shortest = 1 if policy.decides_copies else _SHORTEST_MATCH
-    if copy != AUTO:
-        shortest = int(copy)
-    longest = max(int(values.get("ngram", LONGEST_NGRAM)), shortest)
-    lookup = PromptLookupDrafter(longest, eos_ids, shortest)
-    if not policy.decides_copies:
-        policy = CopyingPolicy(policy, always=copy != AUTO)
-    return HybridDrafter(lookup, drafter), policy
+    if policy.decides_copies:
+        shortest = 1 if copy == AUTO else int(copy)
+        longest = max(int(values.get("ngram", LONGEST_NGRAM)), shortest)
+        return HybridDrafter(PromptLookupDrafter(longest, eos_ids, shortest), drafter), policy
+    shortest = _SHORTEST_MATCH if copy == AUTO else int(copy)
+    copying = SuffixDrafter(eos_ids, shortest=shortest)
+    return HybridDrafter(copying, drafter), CopyingPolicy(policy, always=copy != AUTO)
