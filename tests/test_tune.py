@@ -293,6 +293,28 @@ def test_methods_that_cannot_be_tuned_have_a_reason(
         tune(near, request(300, wanted), Mock())
 
 
+def test_copies_are_tuned_where_a_text_repeats(demo_pair: Pair) -> None:
+    """The bundled target continues the second prompt with a text that repeats."""
+    sampling = replace(GREEDY, max_new_tokens=56)
+    costs = RoundCosts(
+        CostTable({8: Curve({tokens: 0.1 * tokens for tokens in range(17)})}),
+        CostTable({8: Curve({tokens: 1 + 0.02 * tokens for tokens in range(1, 18)})}),
+    )
+    prompts = load_prompts(None)
+    copies = []
+    for prompt in (prompts[0].text, prompts[7].text):
+        ids = demo_pair.tokenizer.encode(prompt)
+        reference = record_reference(demo_pair, ids, sampling)
+        made = Simulator(demo_pair, [reference], sampling, {"echo": costs, "model": costs})
+        tried = [
+            Candidate("sd", given, made.run("sd", given).tokens_per_second or 0.0)
+            for given in grid("sd")
+            if given["k"] in (3, 5)
+        ]
+        copies.append(nearest_to_default(tried).settings.get("copy"))
+    assert copies == [None, "auto"]
+
+
 def of(*candidates: Candidate) -> TuningOutcome:
     return TuningOutcome(candidates, GREEDY, 8, {})
 

@@ -20,6 +20,8 @@ from specgen.methods.adaptive import Adaptive, AdaptiveMethod
 from specgen.methods.base import ADAPTIVE, Choice, Grid, Method
 from specgen.methods.bild import BiLD
 from specgen.methods.block import Block
+from specgen.methods.copying import OFF
+from specgen.methods.drafting_knowledge import AUTO
 from specgen.methods.eagle import Eagle
 from specgen.methods.eesd import EESD
 from specgen.methods.eesd_older_names import EESDBeta, EESDCali, EESDFixed, EESDTree
@@ -295,11 +297,18 @@ def unmeasured_settings(method: Method) -> dict[str, Value]:
 def tuned_grids(method: Method) -> Sequence[Grid]:
     """Returns the values of settings that tuning tries: those in `Tuning.grids`; without any, those
     that the settings of the method's length policy list (`Setting.tuned`), or the method's own
-    settings if it has no policy."""
-    if method.tuning.grids is not None:
-        return method.tuning.grids
-    settings = method.settings if method.policy is None else POLICIES[method.policy].settings
-    return [{name: setting.tuned for name, setting in settings.items() if setting.tuned}]
+    settings if it has no policy. Where a model's drafts may take turns with copies, and by default
+    do not, this is tried too."""
+    grids = method.tuning.grids
+    if grids is None:
+        settings = method.settings if method.policy is None else POLICIES[method.policy].settings
+        grids = [{name: setting.tuned for name, setting in settings.items() if setting.tuned}]
+    copy = method.settings.get("copy")
+    if not grids or copy is None or copy.default != OFF:
+        return grids
+    # with the values of one more setting, where simulations are cheap: see `Tuning.recorded`
+    first = dict([*grids[0].items()][:1]) if method.tuning.recorded else {}
+    return [*grids, {**first, "copy": (AUTO,)}]
 
 
 def distance_from_defaults(method: Method, settings: Mapping[str, Value]) -> int:
