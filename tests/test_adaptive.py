@@ -351,6 +351,19 @@ def test_in_pearl_pending_tokens_count_until_one_is_rejected(
     assert len(made._steps) == 2
 
 
+def test_in_turn_a_bonus_token_is_no_judged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the models of PEARL take turns, the target draws a token after an accepted draft."""
+    made = policy(in_parallel=True)
+    made.in_turn = True
+    with labels(monkeypatch) as noted:
+        for number in (1, 2):
+            assert draft(made, SURE, SURE) == 2
+            tokens = made.learned.tokens
+            made.observe(2, 2)
+            assert made.learned.tokens == pytest.approx(0.97 * tokens + 3)
+            assert [len(each) for each in noted.values()] == [2 * number, number]
+
+
 # costs
 
 
@@ -702,6 +715,7 @@ def _ends_at_random(rng: Random, *_: int) -> bool:
         ("pearl", {"window": 3}, None),
         ("pearl", {"window": 3, "pre_verify": False}, None),
         ("pearl", {"window": 3, "post_verify": False}, None),
+        ("pearl", {"window": 9, "pre_verify": False, "post_verify": False}, None),
         ("pearl", {"window": 6}, Window(4, 4, lead=2, is_flexible=True)),
     ],
 )
@@ -736,6 +750,9 @@ def test_each_judged_token_of_a_run_is_learned_once(
             [score for score, _ in found], abs=1e-3
         )
         assert [accepted for _, accepted in learned[5.0]] == [accepted for _, accepted in found]
+        if options.get("post_verify") is options.get("pre_verify") is False:
+            # each draft but its first token
+            assert len(learned[10.0]) == len(found) - sum(map(bool, lengths(rounds)))
         if window is None:  # how long a flexible window's drafts are depends on the machine
             assert len(learned[5.0]) > 20
             assert len(set(lengths(rounds))) > 2

@@ -24,9 +24,9 @@ from specgen.base.types import (
     PHASES,
     Context,
     Draft,
+    Mode,
     Round,
     SamplingParams,
-    Source,
     Verdict,
 )
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
@@ -180,6 +180,9 @@ def test_models_take_turns_where_overlapping_is_slower(
     assert run.settings.values["window"] == costs.length_in_turn == 2
     rounds = list(run.rounds())
     assert max(len(round_.draft.tokens) for round_ in rounds) == 2
+    reasons = [round_.draft.stop_reason for round_ in rounds]
+    assert "in turn 2" in reasons
+    assert {reason for reason in reasons if reason} <= {"in turn 2", "length, in turn"}
     found = near.generate(PROMPTS[0], method="pearl", sampling=GREEDY)
     assert found.token_ids == plain.token_ids
 
@@ -199,18 +202,30 @@ class ScriptedClock(Clock):
         return dict.fromkeys(PHASES, 0.0) | {"verify": self._seconds_of_round}
 
 
-def round_of(seconds: float, accepted: int, source: Source | None) -> Round:
-    """A round of PEARL that took so long."""
-    draft = Draft.chain([1] * accepted)
-    verdict = Verdict(tuple(range(accepted)), None if source is None else 2, source)
-    return Round(0, "post-verify", draft, verdict, {"verify": seconds}, {}, 1, 0)
+def round_of(
+    seconds: float, mode: Mode = "post-verify", accepted: int = 3, forced: int = 0
+) -> Round:
+    """A round of PEARL that took so long. After the accepted tokens, of which the first ones are
+    `forced`, the target corrects one."""
+    draft = Draft.chain([1] * (accepted + 1), forced=frozenset(range(forced)))
+    verdict = Verdict(tuple(range(accepted)), 2, "correction")
+    return Round(0, mode, draft, verdict, {"verify": seconds}, {}, 1, 0)
+
+
+def overlapping_or_not() -> Overlapping:
+    """With drafts of 3, of which 3 of 4 are accepted, turns are expected to take (3 / 2 + 2) / 2.73
+    = 1.28 seconds for each token."""
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
+    chooser = Overlapping(costs, longest=40)
+    chooser.add(round_of(1000.0))  # waits for the prompt
+    return chooser
 
 
 @pytest.mark.parametrize(
     ("overlapping", "in_turn", "taken"),
     [
-        # with drafts of 3, turns are expected to take (3 / 2 + 2) / 2.73 = 1.28 seconds for a token
-        (6.0, 4.0, [False, True, True, True]),
+        # after 4 periods in turn, then after 8, overlapping is tried again
+        (6.0, 4.0, [False, *[True] * 4, False, *[True] * 8, False, True]),
         (6.0, 8.0, [False, True, False, False]),
         (5.0, 9.0, [False, False, False, False]),
     ],
@@ -219,21 +234,52 @@ def test_a_run_takes_turns_where_its_own_rounds_are_faster_so(
     overlapping: float, in_turn: float, taken: list[bool]
 ) -> None:
     """Each round accepts 3 of 4 tokens, and gives 4. Seconds of a round are scripted."""
-    chooser = Overlapping(ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0), longest=40)
+    chooser = overlapping_or_not()
     seen = []
     for _ in taken:
         seen.append(chooser.length_in_turn is not None)
         for _ in range(16):
             assert (chooser.length_in_turn is not None) == seen[-1]
             seconds = overlapping if chooser.length_in_turn is None else in_turn
-            chooser.add(round_of(seconds, 3, "correction"))
+            chooser.add(round_of(seconds))
     assert seen == taken
+
+
+def test_a_few_disturbed_rounds_do_not_end_overlapping() -> None:
+    """Pre-verifies of 2 seconds and post-verifies of 6 give 1 second for each token. Their mean
+    seconds are far above, in rounds that a busy machine disturbs."""
+    chooser = overlapping_or_not()
+    for number in range(8):
+        disturbance = 100.0 if number < 3 else 0.0
+        chooser.add(round_of(2.0 + disturbance, "pre-verify"))
+        chooser.add(round_of(6.0 + disturbance))
+    assert chooser.length_in_turn is None
+
+    for _ in range(16):
+        chooser.add(round_of(100.0))
+    assert chooser.length_in_turn == 3
+    for _ in range(4 * 16):  # in turn, which is faster than the disturbed period
+        assert chooser.length_in_turn == 3
+        chooser.add(round_of(5.0))
+    for _ in range(32):
+        assert chooser.length_in_turn is None, "the trial shows that overlapping is faster"
+        chooser.add(round_of(4.0))
+
+
+def test_forced_tokens_say_nothing_of_the_speed_of_overlapping_passes() -> None:
+    """3 seconds for the only token that no grammar forces; in turn, a rejected draft takes 2.5."""
+    chooser = overlapping_or_not()
+    for _ in range(16):
+        assert chooser.length_in_turn is None
+        chooser.add(round_of(3.0, forced=3))
+    assert chooser.length_in_turn == 1
 
 
 def test_turns_within_a_run_leave_its_tokens_as_they_are(
     near: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 16 rounds that took long, the draft model drafts while the target waits."""
+    """After 16 rounds that took long, and the first one, the draft model drafts while the target
+    waits."""
     costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
     monkeypatch.setattr(
         "specgen.methods.pass_times.time_parallel_passes", lambda *_: Sample(costs, 30, 1.0)
@@ -246,13 +292,44 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     rounds = list(run.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == plain.token_ids
     modes = [round_.mode for round_ in rounds]
-    assert "pre-verify" in modes[1:17], "after a rejection"
-    assert modes[17:33] == ["post-verify"] * 16
+    assert "pre-verify" in modes[1:18], "after a rejection"
+    assert modes[18:34] == ["post-verify"] * 16
+    in_turn = ["in turn" in (round_.draft.stop_reason or "") for round_ in rounds]
+    assert not any(in_turn[:18])
+    assert all(in_turn[19:34]), "after what was drafted before the first turn"
 
     seeded = replace(sampling, temperature=1.0, seed=3)
     run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.overlapping is None, "no text of a seed depends on the clock"
+
+
+def test_inspect_runs_pearl_beside_sd(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round takes a second, so that the speeds are tokens by rounds."""
+    costs = ParallelCosts(0.001, 0.003, 0.003, 0.003, 8, 10, 0.001, 0.002, 0.002)
+    clock = ScriptedClock(1.0)
+    monkeypatch.setattr("specgen.decoding.Clock.of_device", lambda _: clock)
+    monkeypatch.setattr(pair_inspection, "example_prompts", lambda _: PROMPTS[:2])
+    monkeypatch.setattr(pair_inspection, "_TRIAL_SECONDS", 600.0)
+    trial = pair_inspection.try_overlapping(near, costs, lambda _: None)
+    assert trial is not None
+    assert (trial.length, trial.prompts) == (costs.length_in_turn, 2)
+
+    sampling = replace(GREEDY, max_new_tokens=48, ignore_eos=True)
+    speeds = []
+    for method, setting in (("pearl", {"window": 3}), ("sd", {"k": trial.length})):
+        results = near.generate(PROMPTS[:2], method, sampling, **setting)
+        rounds = [round_ for result in results for round_ in result.rounds[1:]]
+        speeds.append(sum(len(round_.token_ids) for round_ in rounds) / len(rounds))
+        if method == "pearl":
+            accepted = sum(len(round_.accepted_ids) for round_ in rounds)
+            rejected = sum(round_.verdict.source == "correction" for round_ in rounds)
+            assert trial.acceptance == pytest.approx(accepted / (accepted + rejected))
+    assert trial.gain == pytest.approx(speeds[0] / speeds[1])
+    assert trial.expected_gain == pytest.approx(costs.gain(trial.acceptance, trial.length))
+
+    unknown = replace(costs, draft_alone=0.0)
+    assert pair_inspection.try_overlapping(near, unknown, lambda _: None) is None
 
 
 @pytest.mark.parametrize("verification", [2.0, 3.0])

@@ -28,7 +28,13 @@ from specgen.engine.devices import ThreadChoice
 from specgen.engine.text.translation import TokenOverlap
 from specgen.methods.readiness import Readiness
 from specgen.tune.outcome import Candidate
-from specgen.tune.pair_inspection import KernelShare, ModelFacts, PairReport, TokenizerFacts
+from specgen.tune.pair_inspection import (
+    KernelShare,
+    ModelFacts,
+    OverlapTrial,
+    PairReport,
+    TokenizerFacts,
+)
 from specgen.view import pair_report, theme
 from specgen.view.comparison import page
 from specgen.view.comparison_columns import as_json, csv_text
@@ -135,7 +141,8 @@ def pair(**changes: Any) -> PairReport:
         **dict.fromkeys(("eagle", "medusa"), Readiness(False, "no head", "train one")),
     }
     model = SpeedupModel({width: 0.02 + 0.0002 * (width - 1) for width in WIDTHS}, 0.004, 256)
-    costs = ParallelCosts(0.005, 0.02, 0.02, 0.02, 4, 256)
+    costs = ParallelCosts(0.005, 0.02, 0.02, 0.02, 4, 256, 0.0045, 0.0175, 0.015)
+    trial = OverlapTrial(0.91, 0.95, 0.815, 3, 4)
     threads = ThreadChoice(2, "the fewest", {1: 0.02, 2: 0.01})
     shares = {
         "target": KernelShare(("all operators",), 1.0),
@@ -145,6 +152,7 @@ def pair(**changes: Any) -> PairReport:
         *(target, draft, tokens, 7 << 30, methods, model, costs, threads),
         ranks=2,
         on_torch=shares,
+        overlap_trial=trial,
     )
     return replace(report, **changes)
 
@@ -158,6 +166,7 @@ def foreign() -> PairReport:
         free_bytes=1 << 30,
         speedup_model=None,
         parallel_costs=None,
+        overlap_trial=None,
         threads=None,
         ranks=None,
         on_torch=None,

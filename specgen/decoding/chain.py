@@ -61,11 +61,17 @@ class ModelDrafter(DraftModelUser):
     takes_forced = True
 
     def __init__(
-        self, setup: Setup, *, depth: int | None = None, cape: bool = False, fallback: float = 0.0
+        self,
+        setup: Setup,
+        *,
+        depth: int | None = None,
+        in_turn: bool = False,
+        cape: bool = False,
+        fallback: float = 0.0,
     ) -> None:
         if setup.draft is not None and not setup.draft.traits.draws:
             setup = replace(setup, sampling=SamplingParams())
-        super().__init__(setup, depth=depth)
+        super().__init__(setup, depth=depth, in_turn=in_turn)
         self._cape = cape
         self._fallback = fallback
 

@@ -114,14 +114,16 @@ class DraftModelUser:
     """Base of all drafters that run a draft model (or part of the target as one).
 
     `depth` is the largest number of tokens in a draft (of levels, for a tree), which the length
-    policy may end earlier. None: no such limit.
+    policy may end earlier. None: no such limit. `in_turn`: a draft's reason to end says that the
+    models take turns (PEARL, where this is faster).
     """
 
-    def __init__(self, setup: Setup, *, depth: int | None = None) -> None:
+    def __init__(self, setup: Setup, *, depth: int | None = None, in_turn: bool = False) -> None:
         assert setup.draft is not None, "this drafter runs a model"
         self._runner: DraftRunner = setup.draft
         self._setup = setup
         self._depth = depth
+        self._in_turn = in_turn
         self._longest = setup.draft.traits.longest_draft
         self._sampling = setup.sampling
         self._eos_ids = setup.eos_ids
@@ -148,7 +150,10 @@ class DraftModelUser:
     def _reason(self, reason: str, levels: int) -> str:
         """Returns why a draft ended: `reason`, or `depth N` in place of `length` if the drafter's
         depth was the limit."""
-        return f"depth {levels}" if reason == "length" and levels == self._depth else reason
+        is_deepest = reason == "length" and levels == self._depth
+        if self._in_turn:
+            return reason_in_turn(reason, levels if is_deepest else None)
+        return f"depth {levels}" if is_deepest else reason
 
     def _scores(self, policy: LengthPolicy, context: Context) -> Scores | None:
         """Returns the acceptance predictor's function `score` for a draft after the context.
@@ -170,3 +175,9 @@ class DraftModelUser:
             return probability
 
         return score
+
+
+def reason_in_turn(reason: str, filled: int | None) -> str:
+    """Returns why a draft of PEARL ended where the models take turns: `in turn N` if it has as many
+    tokens as drafts then have, N = `filled`; otherwise its own `reason`, with `in turn`."""
+    return f"{reason}, in turn" if filled is None else f"in turn {filled}"

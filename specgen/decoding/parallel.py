@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specgen.base.types import Context, Draft, Mode, Round
+from specgen.decoding.drafting import reason_in_turn
 from specgen.decoding.forced_tokens import certain, with_count
 from specgen.decoding.parallel_costs import Window
 from specgen.engine.devices import inference, synchronizer
@@ -84,6 +85,7 @@ class Parallel:
     `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides in
     the run whether the models take turns instead, None: they never do. `joins_forced`: tokens
     that have to follow are verified with the draft before them, else in rounds of their own.
+    `is_in_turn`: `overlapping` has decided so, and a draft's reason to end says it.
     """
 
     drafter: ParallelDrafter
@@ -94,6 +96,7 @@ class Parallel:
     check: PassCheck | None = None
     overlapping: Overlapping | None = None
     joins_forced: bool = True
+    is_in_turn: bool = False
 
     def ready(self) -> None:
         """Waits until the first round need not wait for the draft model's weights."""
@@ -123,7 +126,19 @@ class Parallel:
         if length is None:
             return self
         window = Window(length, length)
-        return replace(self, window=window, pre_verify=False, post_verify=False, check=None)
+        return replace(
+            self,
+            window=window,
+            pre_verify=False,
+            post_verify=False,
+            check=None,
+            is_in_turn=True,
+        )
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether nothing is drafted during the target's passes."""
+        return not (self.pre_verify or self.post_verify)
 
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
         """Runs one step in its mode (PEARL, Algorithm 1): pre-verify, or post-verify if there are
@@ -132,6 +147,7 @@ class Parallel:
         Returns the finished round, and the drafted tokens that the next step has to verify.
         """
         run.clock.start()
+        run.policy.in_turn = self._takes_turns
         if not unverified.tokens:
             undrafted = run.round_without_drafter(has_forced=not self.joins_forced)
             if undrafted is not None:
@@ -214,8 +230,11 @@ class Parallel:
 
     def _finish(self, window: int) -> Draft:
         draft = self.drafter.finish()
-        filled = draft.stop_reason == "length" and len(draft.tokens) == window
-        return replace(draft, stop_reason=f"window {window}") if filled else draft
+        is_filled = draft.stop_reason == "length" and len(draft.tokens) == window
+        reason = f"window {window}" if is_filled else draft.stop_reason
+        if self.is_in_turn and draft.stop_reason is not None:
+            reason = reason_in_turn(draft.stop_reason, window if is_filled else None)
+        return replace(draft, stop_reason=reason)
 
 
 def _target_pass(run: Run, drafted: Sequence[int]) -> tuple[ModelOutput, int]:

@@ -10,12 +10,13 @@ together at no window or at a huge one: the window is then as long as verifying 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING
 
 from specgen.decoding.costs import Curve
 
 if TYPE_CHECKING:
-    from specgen.base.types import Round
+    from specgen.base.types import Mode, Round
     from specgen.decoding.costs import RoundCosts
 
 LONGEST_WINDOW = 64
@@ -25,8 +26,9 @@ _HIGH_ACCEPTANCE = 0.9  # with which no longer window must pay
 _MARGIN = 1.5
 _LEAST_PASS = 1e-9  # seconds: a stored profile may say 0
 _PERIOD = 16  # rounds after which a run decides again whether passes overlap
+_PATIENCE = 4  # periods in turn before overlapping is tried again; then twice as many, and so on
 _SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
-_HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
+HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,21 +172,26 @@ class ParallelCosts:
 
     @property
     def expected_gain(self) -> float | None:
+        """`gain` where each token is accepted with probability `_ACCEPTANCE`. None if passes of one
+        model alone were not measured."""
+        return self.gain(_ACCEPTANCE) if self.draft_alone else None
+
+    def gain(self, acceptance: float, length: int | None = None) -> float:
         """The expected time of drafting and verifying in turn over that of PEARL, for the same
-        tokens, each accepted with probability `_ACCEPTANCE`. None if passes of one model alone were
-        not measured.
+        tokens, each accepted with probability `acceptance` (below 1). In turn, drafts have this
+        `length`; None: the best one. Passes of one model alone must have been measured.
 
         In PEARL, one pre-verify follows each rejection, and then post-verifies, until one of them
         rejects a token; in between are 1 / (1 - acceptance) tokens.
         """
-        if not self.draft_alone:
-            return None
         window = self.window
         pre_verify = max(self.single_pass, window.first * self.draft_pass)
         post_verify = max(self.target_passes.at(window.size), window.size * self.draft_pass)
-        post_verifies = _ACCEPTANCE / (1 - _ACCEPTANCE**window.size)
-        own = (pre_verify + post_verifies * post_verify) * (1 - _ACCEPTANCE)
-        return self.seconds_in_turn(self.length_in_turn) / own
+        post_verifies = acceptance / (1 - acceptance**window.size)
+        own = (pre_verify + post_verifies * post_verify) * (1 - acceptance)
+        if length is None:
+            length = self.fastest_in_turn(acceptance)
+        return self.seconds_in_turn(length, acceptance) / own
 
     @property
     def length_in_turn(self) -> int:
@@ -229,53 +236,78 @@ class Overlapping:
     rounds in turn: the measured ones of this run, or before there are any, those that `costs` (with
     times of passes of one model alone) predict for the share of tokens that was accepted. Where
     overlapping is slower, the models take turns, until a period in turn takes longer for each token
-    than the last overlapping one. `length_in_turn` is the length of drafts, at most `longest`,
-    while the models take turns; None while passes overlap.
+    than the last overlapping one. After `_PATIENCE` periods in turn overlapping is tried again,
+    because the last period with it may have been disturbed. `length_in_turn` is the length of
+    drafts, at most `longest`, while the models take turns; None while passes overlap.
+
+    The seconds of a period are medians, one for pre-verify and one for post-verify, each times its
+    number of rounds, so that a few disturbed rounds do not decide. Tokens that a grammar forces do
+    not count: they are accepted in both ways.
     """
 
     costs: ParallelCosts
     longest: int
     length_in_turn: int | None = None
+    _has_begun: bool = field(default=False, init=False)
+    _seconds: dict[Mode, list[float]] = field(default_factory=dict, init=False)
     _rounds: int = field(default=0, init=False)
-    _seconds: float = field(default=0.0, init=False)
     _tokens: int = field(default=0, init=False)
     _accepted: int = field(default=0, init=False)
     _rejected: int = field(default=0, init=False)
     # seconds for each token in the last period of the kind
     _overlapping: float = field(default=0.0, init=False)
     _in_turn: float | None = field(default=None, init=False)
+    _patience: int = field(default=_PATIENCE, init=False)
+    _left: int = field(default=0, init=False)  # periods in turn before overlapping is tried again
 
     def add(self, round_: Round) -> None:
         """Counts a round, and at the end of a period decides how the next one drafts.
 
-        Rounds without the drafter do not count.
+        Rounds without the drafter do not count, nor does the first one with it: it also waits for
+        the draft model's pass over the prompt.
         """
         if round_.mode == "sequential":
             return
-        self._rounds += 1
-        self._seconds += sum(round_.seconds.values())
-        self._tokens += len(round_.token_ids)
-        self._accepted += len(round_.accepted_ids)
-        self._rejected += round_.verdict.source == "correction"
-        if self._rounds < _PERIOD:
+        if not self._has_begun:
+            self._has_begun = True
             return
+        self._count(round_)
+        if self._rounds == _PERIOD:
+            self._decide()
+            self._rounds = self._tokens = self._accepted = self._rejected = 0
+            self._seconds.clear()
 
-        seconds = self._seconds / self._tokens
+    def _count(self, round_: Round) -> None:
+        accepted = sum(node not in round_.draft.forced for node in round_.verdict.path)
+        self._rounds += 1
+        self._seconds.setdefault(round_.mode, []).append(sum(round_.seconds.values()))
+        self._tokens += accepted + (round_.verdict.token is not None)
+        self._accepted += accepted
+        self._rejected += round_.verdict.source == "correction"
+
+    def _decide(self) -> None:
+        """Decides how the next period drafts, by the one that has ended."""
+        seconds = sum(len(taken) * median(taken) for taken in self._seconds.values())
+        seconds /= max(self._tokens, 1)
         if self.length_in_turn is None:
             self._overlapping = seconds
             self.length_in_turn = self._faster_length(seconds)
-        else:
-            self._in_turn = seconds
-            if seconds > self._overlapping:
-                self.length_in_turn = None
-        self._rounds = self._tokens = self._accepted = self._rejected = 0
-        self._seconds = 0.0
+            self._left = self._patience
+            return
+
+        self._in_turn = seconds
+        self._left -= 1
+        if seconds > self._overlapping:
+            self.length_in_turn = None
+        elif not self._left:
+            self.length_in_turn = None
+            self._patience *= 2
 
     def _faster_length(self, seconds: float) -> int | None:
         """Returns the length of drafts with which turns are faster than overlapping passes, which
         took so many seconds for each token; None if none is."""
         acceptance = self._accepted / max(self._accepted + self._rejected, 1)
-        acceptance = min(acceptance, _HIGHEST_ACCEPTANCE)
+        acceptance = min(acceptance, HIGHEST_ACCEPTANCE)
         length = min(self.costs.fastest_in_turn(acceptance), self.longest)
         in_turn = self._in_turn
         if in_turn is None:

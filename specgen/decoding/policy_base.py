@@ -86,7 +86,9 @@ class LengthPolicy:
     for the next draft; None: as many as it can. `predictions` are the acceptance probabilities that
     the policy predicted for the tokens of the last draft; empty if it predicts none. `seconds` is
     the time that the policy and the acceptance predictor have taken since the last call of
-    `take_seconds`.
+    `take_seconds`. `in_turn`: the models of PEARL take turns in this round, so that all tokens that
+    are observed were drafted before the target's pass; its last logits give a bonus token if all
+    are accepted.
     """
 
     name: ClassVar[str] = ""
@@ -104,6 +106,7 @@ class LengthPolicy:
     predictions: Sequence[float] = ()
     reason: str = ""
     seconds: float = 0.0
+    in_turn: bool = False
 
     @classmethod
     def signals_with(cls, values: Mapping[str, Value]) -> Signals:

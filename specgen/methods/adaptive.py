@@ -286,7 +286,7 @@ class Adaptive(LengthPolicy):
 
         # In PEARL the target's last logits judge a new token, if there is one; otherwise they give
         # a token of the target's own.
-        judges_new = self._in_parallel and self._tokens > 0
+        judges_new = self._in_parallel and not self.in_turn and self._tokens > 0
         if self._sizes_blocks and drafted:
             learned.levels.learn(drafted, accepted)
         self._before = before if judges_new and not was_rejected else None

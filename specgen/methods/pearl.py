@@ -124,7 +124,7 @@ class Pearl(DraftModelMethod):
             models,
             request,
             setup,
-            decoding.ModelDrafter(setup, depth=times.length_in_turn),
+            decoding.ModelDrafter(setup, depth=times.length_in_turn, in_turn=True),
             policy=make_policy(models, request, setup, case),
             settings=times.settings,
         )

@@ -19,7 +19,7 @@ from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import EXIT, HEADS, MTP, training_command
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.decoding.parallel_costs import ParallelCosts
+from specgen.decoding.parallel_costs import HIGHEST_ACCEPTANCE, ParallelCosts
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.hub import head_folder
@@ -40,6 +40,7 @@ from specgen.methods.pass_times import PassTimes
 from specgen.methods.readiness import KnownModels, Readiness
 from specgen.methods.skip_search import example_prompts
 from specgen.models.parts import PartStore
+from specgen.pair.figures import Figures
 from specgen.pair.finding import unloaded
 from specgen.pair.loading import assistant_folder, model_sources
 from specgen.pair.pair import Pair
@@ -56,6 +57,9 @@ _SHOWN_DIFFERENCES = 5  # at most this many differing tokens of two vocabularies
 _OUTPUT_TOKENS = 32
 # tokens in the cache when passes are timed; fewer where a model's context is shorter
 CONTEXT_LENGTH = 256
+# of a trial whether PEARL's passes should overlap: its length, and the most tokens of an output
+_TRIAL_SECONDS = 3.0
+_TRIAL_TOKENS = 48
 _TIMED_PASSES = 9  # of whose shares outside of kernels the median counts
 TORCH = "torch"  # in place of kernels
 
@@ -190,6 +194,19 @@ class TokenizerFacts:
     overlap: TokenOverlap | None = None
 
 
+class OverlapTrial(NamedTuple):
+    """How fast PEARL is with overlapping passes, really run beside `sd` with drafts of `length`
+    tokens: `gain` is its speed divided by that of `sd`, `expected_gain` what the times of passes
+    predict for this length and for the share `acceptance` of judged tokens that were accepted.
+    `prompts` is the number of outputs of each."""
+
+    gain: float
+    expected_gain: float
+    acceptance: float
+    length: int
+    prompts: int
+
+
 @dataclass(frozen=True, slots=True)
 class PairReport:
     """Everything that `specgen inspect` reports about a target and its draft model.
@@ -199,7 +216,8 @@ class PairReport:
     `draft_free_bytes` that on the draft model's, None if it is the same device. `methods` says for
     each method whether it can run. `speedup_model` has the pass times of each model alone, None if
     not measured. `parallel_costs` has the pass times while both models run at the same time, as in
-    PEARL; None if not measured or without a usable draft model. `threads` is the chosen number of
+    PEARL; None if not measured or without a usable draft model. `overlap_trial` is a real run of
+    PEARL, None where there are no such times of each model alone. `threads` is the chosen number of
     CPU threads, None if not measured. `placement` says which layers are on which device; None
     unless they were to be spread over several (`--device auto-map`). `ranks` is the number of
     processes that torchrun started, None without it. `rounding` says what rounding the target's
@@ -222,6 +240,7 @@ class PairReport:
     rounding: RoundingCost | None = None
     on_torch: Mapping[str, KernelShare] | None = None
     head: HeadFacts | None = None
+    overlap_trial: OverlapTrial | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `inspect --json` prints, without the key `type`.
@@ -255,7 +274,9 @@ class PairReport:
             "on_torch": None
             if self.on_torch is None
             else {role: share._asdict() for role, share in self.on_torch.items()},
-            "measured": None if model is None else _measured(model, self.parallel_costs, kappa),
+            "measured": None
+            if model is None
+            else _measured(model, self.parallel_costs, kappa, self.overlap_trial),
         }
 
 
@@ -277,7 +298,10 @@ def _placement(placement: Placement) -> dict[str, Any]:
 
 
 def _measured(
-    model: SpeedupModel, parallel: ParallelCosts | None, kappa: float | None = None
+    model: SpeedupModel,
+    parallel: ParallelCosts | None,
+    kappa: float | None = None,
+    trial: OverlapTrial | None = None,
 ) -> dict[str, Any]:
     def expected(acceptance: float) -> dict[str, float]:
         k, speedup = model.best(acceptance)
@@ -291,6 +315,7 @@ def _measured(
         "pearl_window": None if parallel is None else parallel.window.size,
         "pearl_overlap": None,  # nothing measures it
         "pearl_gain_over_sd": None if parallel is None else parallel.expected_gain,
+        "pearl_trial": None if trial is None else trial._asdict(),
         "pays_from": {k: model.break_even_acceptance(k) for k in model.draft_lengths},
         "expected": [expected(acceptance) for acceptance in ACCEPTANCES],
         "at_kappa": None if kappa is None or not model.draft_lengths else expected(kappa),
@@ -367,12 +392,15 @@ def with_measurements(
         name: obstacle(pair, name) if readiness.ready else None
         for name, readiness in report.methods.items()
     }
+    speedup_model = measure(pair, announce)
+    parallel_costs = measure_parallel(pair, announce)
     return replace(
         report,
         tokenizers=tokenizers,
-        speedup_model=measure(pair, announce),
+        speedup_model=speedup_model,
         threads=pair.measurements.threads,
-        parallel_costs=measure_parallel(pair, announce),
+        parallel_costs=parallel_costs,
+        overlap_trial=try_overlapping(pair, parallel_costs, announce),
         rounding=rounding_cost(pair, announce),
         on_torch=measure_kernels(pair),
         methods={
@@ -437,6 +465,47 @@ def measure_parallel(pair: Pair, announce: Callable[[str], None]) -> ParallelCos
     announce("timing passes with both models running")
     length = min(CONTEXT_LENGTH, pair.target.context_limit, pair.draft.context_limit)
     return pair.models.kept(PassTimes).costs(length, SamplingParams())
+
+
+def try_overlapping(
+    pair: Pair, costs: ParallelCosts | None, announce: Callable[[str], None]
+) -> OverlapTrial | None:
+    """Runs PEARL with overlapping passes, and `sd` with the same draft model, in turn on example
+    prompts, for about `_TRIAL_SECONDS`. Returns None, and runs nothing, without times of passes of
+    one model alone."""
+    if costs is None or costs.expected_gain is None:
+        return None
+    announce("running pearl and sd")
+    length = costs.length_in_turn
+    settings: dict[str, dict[str, Any]] = {
+        "pearl": {"window": costs.window.size},
+        "sd": {"k": length},
+    }
+    figures = {name: Figures(name) for name in settings}
+    tokens = round(_TRIAL_SECONDS / (2 * costs.single_pass))
+    sampling = SamplingParams(max_new_tokens=min(max(tokens, 8), _TRIAL_TOKENS), ignore_eos=True)
+    deadline = time.perf_counter() + _TRIAL_SECONDS
+    prompts = example_prompts(pair.target)
+    for name, given in settings.items():  # warms up
+        pair.generate(prompts[0], name, sampling, **given)
+
+    run = 0
+    for prompt in prompts:
+        if run and time.perf_counter() >= deadline:
+            break
+        run += 1
+        for name, given in settings.items():
+            pair.forget()
+            for round_ in pair.rounds(prompt, name, sampling, **given):
+                if round_.mode != "prefill":
+                    figures[name].add(round_)
+    pearl = figures["pearl"]
+    acceptance = pearl.accepted / max(pearl.accepted + pearl.rejections, 1)
+    acceptance = min(acceptance, HIGHEST_ACCEPTANCE)
+    speeds = {name: own.new_tokens / own.seconds for name, own in figures.items()}
+    return OverlapTrial(
+        speeds["pearl"] / speeds["sd"], costs.gain(acceptance, length), acceptance, length, run
+    )
 
 
 def _compared(target: ModelFiles, draft: ModelFiles) -> TokenizerFacts:

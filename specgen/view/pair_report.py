@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specgen.engine.text.translation import TokenOverlap
     from specgen.methods.readiness import Readiness
     from specgen.pair.finding import Found
-    from specgen.tune.pair_inspection import ModelFacts, PairReport, TokenizerFacts
+    from specgen.tune.pair_inspection import ModelFacts, OverlapTrial, PairReport, TokenizerFacts
     from specgen.tune.rounding_cost import RoundingCost
 
 _LEAD = 13  # cells for the label before the text of a line
@@ -135,7 +135,7 @@ def facts(report: PairReport) -> Iterator[Fact]:
     if report.rounding is not None:
         yield "· rounding", _rounding(report.rounding, report.target.dtype)
     if report.speedup_model is not None:
-        yield from _costs(report.speedup_model, report.parallel_costs)
+        yield from _costs(report.speedup_model, report.parallel_costs, report.overlap_trial)
 
 
 def _rounding(cost: RoundingCost, dtype: str) -> str:
@@ -338,32 +338,41 @@ def _kernels(report: PairReport, role: str) -> str:
     return f"{text}, with torch: {', '.join(operators)}" if operators else text
 
 
-def _overlapping(parallel: ParallelCosts) -> Iterator[Fact]:
+def _overlapping(parallel: ParallelCosts, trial: OverlapTrial | None) -> Iterator[Fact]:
     """Yields how much longer passes take beside the other model's, and what PEARL gains by
-    overlapping them."""
+    overlapping them: expected, and measured by real runs."""
     if parallel.expected_gain is None:
         return
-    yield (
-        "",
-        [
-            ["a pass of", "alone", "beside the other"],
-            ["the draft", _duration(parallel.draft_alone), _duration(parallel.draft_pass)],
-            ["the target, 1 token", *map(_duration, (parallel.single_alone, parallel.single_pass))],
-            [
-                f"the target, {parallel.width} tokens",
-                *map(_duration, (parallel.target_alone, parallel.target_pass)),
-            ],
-        ],
-    )
+    yield "", "milliseconds of a pass over so many tokens, alone and beside the other model's:"
+    rows = [["", "alone", "beside"]]
+    for label, alone, beside in (
+        ("draft × 1", parallel.draft_alone, parallel.draft_pass),
+        ("target × 1", parallel.single_alone, parallel.single_pass),
+        (f"target × {parallel.width}", parallel.target_alone, parallel.target_pass),
+    ):
+        rows.append([label, significant(1000 * alone), significant(1000 * beside)])
+    yield "", rows
+
     choice = "they overlap" if parallel.overlaps else "pearl lets them take turns"
     text = (
         f"at 70% acceptance, overlapping passes decode at {parallel.expected_gain:.2f}× the speed "
         f"of passes in turn: {choice}"
     )
     yield "", text
+    if trial is not None:
+        yield (
+            "",
+            (
+                f"really run on {counted(trial.prompts, 'prompt')}, at {trial.acceptance:.0%} "
+                f"acceptance: {trial.gain:.2f}× the speed of sd:k={trial.length}, "
+                f"{trial.expected_gain:.2f}× expected"
+            ),
+        )
 
 
-def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact]:
+def _costs(
+    model: SpeedupModel, parallel: ParallelCosts | None, trial: OverlapTrial | None = None
+) -> Iterator[Fact]:
     """Yields lines about the times of passes, and from which acceptance speculation pays."""
     target = model.target_seconds
     single = target[1]
@@ -382,7 +391,7 @@ def _costs(model: SpeedupModel, parallel: ParallelCosts | None) -> Iterator[Fact
             f"{parallel.ratio:.1f} draft passes (c): PEARL's window is {parallel.window.size}"
         )
         yield "", text
-        yield from _overlapping(parallel)
+        yield from _overlapping(parallel, trial)
 
     rates = {length: model.break_even_acceptance(length) for length in model.draft_lengths}
     paying = [rate for rate in rates.values() if rate is not None]

@@ -49,6 +49,20 @@ from specgen.workers.process import (
 Answer = tuple[Draft, float, float, Mapping[str, float] | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a length policy learns from a verified draft: see `LengthPolicy.observe`, and
+    `LengthPolicy.in_turn`."""
+
+    drafted: int
+    accepted: int
+    in_turn: bool
+
+    def tell(self, policy: LengthPolicy) -> None:
+        policy.in_turn = self.in_turn
+        policy.observe(self.drafted, self.accepted)
+
+
 class SharedDrafts:
     """The part of the shared memory that one run uses for drafts: their `probs` if the run samples,
     their `logits` if it records.
@@ -217,7 +231,7 @@ class DraftServer:
         run: int,
         committed: Sequence[int],
         unverified: Sequence[int],
-        observed: Sequence[tuple[int, int]],
+        observed: Sequence[Observed],
         limit: int,
         slot: int,
     ) -> Answer:
@@ -225,11 +239,10 @@ class DraftServer:
         which this thread ran, and the policy's state before it.
 
         `committed` are the output's new tokens since the last request. `unverified` are drafted
-        tokens after them that the target is still verifying. `observed` are (drafted, accepted)
-        token counts of the drafts verified since the last request, for the length policy. The
-        draft's probabilities and logits are written to `slot` (0 or 1) of the shared memory, if
-        there is one. The state is None where the pair's process knows it (see
-        `LengthPolicy.learns_from_tokens`).
+        tokens after them that the target is still verifying. `observed` are the drafts verified
+        since the last request, for the length policy. The draft's probabilities and logits are
+        written to `slot` (0 or 1) of the shared memory, if there is one. The state is None where
+        the pair's process knows it (see `LengthPolicy.learns_from_tokens`).
         """
         own_start = time.thread_time()
         start = time.perf_counter()
@@ -237,8 +250,8 @@ class DraftServer:
         policy = active.policy
         if committed:
             active.context.extend(committed)
-        for drafted, accepted in observed:
-            policy.observe(drafted, accepted)
+        for verified in observed:
+            verified.tell(policy)
         state = policy.state() if policy.learns_from_tokens else None
         draft = active.drafter.propose(active.context, policy, limit, unverified, self.show)
         draft = draft.with_predictions(policy.predictions)
@@ -246,13 +259,12 @@ class DraftServer:
             draft = active.shared.write(slot, draft)
         return draft, time.perf_counter() - start, time.thread_time() - own_start, state
 
-    def end(self, run: int, observed: Sequence[tuple[int, int]]) -> None:
-        """Ends a run. `observed` are the (drafted, accepted) token counts of its last drafts, for
-        the length policy."""
+    def end(self, run: int, observed: Sequence[Observed]) -> None:
+        """Ends a run. `observed` are its last drafts, for the length policy."""
         ended = self._runs.pop(run, None)
         if ended is not None:
-            for drafted, accepted in observed:
-                ended.policy.observe(drafted, accepted)
+            for verified in observed:
+                verified.tell(ended.policy)
 
     def forget(self) -> None:
         """Clears the draft model's KV cache."""

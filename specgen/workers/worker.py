@@ -20,7 +20,7 @@ from specgen.decoding.policy_base import LengthPolicy
 from specgen.engine.devices import split_threads
 from specgen.engine.text.grammar import GrammarConstraint
 from specgen.workers.process import SIZE, DraftProcess, cannot_start
-from specgen.workers.server import Answer, DraftServer, SharedDrafts
+from specgen.workers.server import Answer, DraftServer, Observed, SharedDrafts
 
 if TYPE_CHECKING:
     from specgen.engine.model_files import ModelFiles
@@ -269,20 +269,21 @@ class WorkerDrafter:
 class _PolicyMirror(LengthPolicy):
     """A copy of a length policy that decides in the worker.
 
-    `observed` are the numbers of drafted and accepted tokens that the worker is to be told.
+    `observed` is what the worker is to be told.
     `policy` learns from the same numbers; None if its state depends on more than them. Then the
     state is `answered`, which the worker sends with each draft: the state before it.
     """
 
     def __init__(self, policy: LengthPolicy | None) -> None:
         self._policy = policy
-        self.observed: list[tuple[int, int]] = []
+        self.observed: list[Observed] = []
         self.answered: Mapping[str, float] | None = None
 
     def observe(self, drafted: int, accepted: int) -> None:
+        observed = Observed(drafted, accepted, self.in_turn)
         if self._policy is not None:
-            self._policy.observe(drafted, accepted)
-        self.observed.append((drafted, accepted))
+            observed.tell(self._policy)
+        self.observed.append(observed)
 
     def state(self) -> Mapping[str, float] | None:
         return self.answered if self._policy is None else self._policy.state()
