@@ -6,7 +6,11 @@ drafted token the draft cost and the verification cost. For each drafter, all fi
 `sd`, `confidence`, `svip` and `heuristic` are simulated after the target's outputs, and `adaptive`
 for each draft cost. The table has, for each cost, the speedup over plain decoding of the best fixed
 setting in hindsight, of svip, sd:k=5 and adaptive, and adaptive's speedup divided by the best
-one's.
+one's with its 95 % interval (a bootstrap over prompts).
+
+With `--calibration` two tables for each temperature show instead whether adaptive's predictions
+hold: the probability that a drafted token is accepted if those before it are, and the probability
+that it is accepted at all (the product up to it), each beside the share that was accepted.
 
 The drafters: `model` is the bundled draft model, `near` the target with noise added to its weights,
 `unrelated` a model with the draft's shape and random weights, `exit` the bundled exit layer;
@@ -21,12 +25,15 @@ and adaptive are really run too, and their rounds counted.
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,15 +41,19 @@ from safetensors.torch import load_file, save_file
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import ListedPrompt, load_prompts
+from specgen.compare.results import RESAMPLES, speedup_interval
 from specgen.decoding.costs import CostTable, Curve, RoundCosts
 from specgen.methods import POLICIES
 from specgen.pair.figures import Figures
 from specgen.pair.pair import Pair
+from specgen.traces.statistics import Judged, calibration_of, judged_predictions
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
+    from specgen.base.types import Round
+    from specgen.decoding.run import Run, Schedule
     from specgen.methods.base import Method
 
 POLICY = "adaptive"
@@ -82,18 +93,26 @@ DRAFTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What some runs took, without the passes over their prompts and the tokens of these.
-    `draft_passes` are levels of drafts, or drafts where one pass makes a whole one."""
+    """What runs took, without the passes over their prompts and the tokens of these. `draft_passes`
+    are levels of drafts, or drafts where one pass makes a whole one."""
 
-    tokens: int
-    passes: int
-    draft_passes: int
-    drafted: int
+    tokens: int = 0
+    passes: int = 0
+    draft_passes: int = 0
+    drafted: int = 0
 
     @classmethod
-    def of(cls, summary: Figures, runs: int, draft_passes: int) -> Counts:
-        tokens = summary.new_tokens - runs
-        return cls(tokens, summary.rounds - runs, draft_passes, summary.drafted)
+    def of_run(cls, rounds: Sequence[Round], draft_passes: int) -> Counts:
+        summary = Figures("", rounds)
+        return cls(summary.new_tokens - 1, summary.rounds - 1, draft_passes, summary.drafted)
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.tokens + other.tokens,
+            self.passes + other.passes,
+            self.draft_passes + other.draft_passes,
+            self.drafted + other.drafted,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +124,14 @@ class Costs:
     verify: float
     in_blocks: bool
 
-    def speedup(self, counts: Counts) -> float:
-        """Returns the speedup over plain decoding: new tokens per unit of cost."""
+    def of(self, counts: Counts) -> float:
         drafting = counts.draft_passes * self.draft
-        return counts.tokens / (counts.passes + drafting + counts.drafted * self.verify)
+        return counts.passes + drafting + counts.drafted * self.verify
+
+    def speedup(self, by_prompt: Sequence[Counts]) -> float:
+        """Returns the speedup over plain decoding: new tokens per unit of cost."""
+        total = sum(by_prompt, Counts())
+        return total.tokens / self.of(total)
 
     def as_table(self) -> RoundCosts:
         points = {1: self.draft, 2: self.draft} if self.in_blocks else {0: 0.0, 1: self.draft}
@@ -122,12 +145,30 @@ class Costs:
 
 
 class CountingSimulator(Simulator):
-    """Simulates rounds that take `table`, in trees too."""
+    """Simulates rounds that take `table`, in trees too. `rounds` are those of each run since it was
+    emptied."""
 
     table: RoundCosts
+    rounds: list[list[Round]]
 
     def _costs_of(self, method: Method, settings: Settings) -> RoundCosts:
         return self.table
+
+    def _run(self, *arguments: Any) -> Run:
+        run = super()._run(*arguments)
+        self.rounds.append([])
+        return replace(run, schedule=recorded(run.schedule, self.rounds[-1]))
+
+
+def recorded(schedule: Schedule, rounds: list[Round]) -> Schedule:
+    """Returns the schedule; `rounds` then gets each round that it yields."""
+
+    def yield_rounds(run: Run) -> Iterator[Round]:
+        for round_ in schedule(run):
+            rounds.append(round_)
+            yield round_
+
+    return yield_rounds
 
 
 def main() -> None:
@@ -143,7 +184,10 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=Path, help="a file of prompts in place of examples.yaml")
     parser.add_argument("--limit", type=int, help="only so many prompts of the half")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", default="0,1", help="between commas")
+    parser.add_argument(
+        "--calibration", action="store_true", help="do the predicted probabilities hold?"
+    )
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=96)
@@ -169,7 +213,9 @@ def main() -> None:
     prompts = prompts[: options.limit]
     with tempfile.TemporaryDirectory() as folder:
         for drafter in options.drafters:
-            Measurement(drafter, prompts, options, Path(folder)).show()
+            for temperature in map(float, options.temperatures.split(",")):
+                measurement = Measurement(drafter, prompts, options, temperature, Path(folder))
+                measurement.show()
 
 
 class Measurement:
@@ -181,6 +227,7 @@ class Measurement:
         drafter: str,
         prompts: Sequence[ListedPrompt],
         options: argparse.Namespace,
+        temperature: float,
         folder: Path,
     ) -> None:
         self._drafter = drafter
@@ -195,7 +242,7 @@ class Measurement:
         ]
         params = SamplingParams(
             max_new_tokens=options.tokens,
-            temperature=options.temperature,
+            temperature=temperature,
             top_p=options.top_p,
             min_p=options.min_p,
         )
@@ -204,47 +251,70 @@ class Measurement:
             replace(params, seed=1000 * seed + prompt.index) for seed in seeds for prompt in prompts
         ]
         self._is_real = options.real
+        self._is_calibration = options.calibration
         self._given = dict(setting.split("=", 1) for setting in options.set)
 
     def show(self) -> None:
-        """Simulates and prints one table."""
+        """Simulates and prints the tables."""
         with self._open() as pair:
-            self._show(self._simulated(pair))
+            simulator = self._simulated(pair)
+            if self._is_calibration:
+                self._show_calibration(simulator)
+            else:
+                self._show_speedups(simulator)
 
-    def _show(self, simulator: Simulator) -> None:
+    def _show_calibration(self, simulator: CountingSimulator) -> None:
+        temperature = self._samplings[0].temperature
+        for costs in self._costs:
+            self._simulate(simulator, self._adaptive(costs), costs)
+            rounds = [round_ for run in simulator.rounds for round_ in run]
+            where = f"{self._drafter}, temperature {temperature:g}, draft cost {costs.draft:g}"
+            for name, predictions in PREDICTIONS.items():
+                judged = [pair for round_ in rounds for pair in predictions(round_)]
+                print(f"\n{where}: {name}")
+                print("\n".join(calibration_table(judged)), flush=True)
+
+    def _adaptive(self, costs: Costs) -> Given:
+        """Returns the settings of the policy where drafts have these costs."""
+        return {
+            "policy": POLICY,
+            "draft_cost": costs.of_token,
+            "verify_cost": costs.verify,
+            **self._given,
+        }
+
+    def _show_speedups(self, simulator: CountingSimulator) -> None:
         runs = len(self._samplings)
         fixed = {
             name: self._simulate(simulator, given, self._costs[0]) for name, given in self._fixed()
         }
         sampling = self._samplings[0]
-        amount = f"{len(self._prompts)} prompts, {runs} runs, {fixed['sd:k=5'].tokens} tokens"
+        tokens = sum(fixed["sd:k=5"], Counts()).tokens
+        amount = f"{len(self._prompts)} prompts, {runs} runs, {tokens} tokens"
         print(
             f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, "
             f"verification cost {self._costs[0].verify:g}"
         )
         print(
             f"{'draft cost':>10} {'best':>6} {'setting':22} {'svip':>6} {'sd:k=5':>7} "
-            f"{POLICY:>9} {'ratio':>6} {'drafted':>8}"
+            f"{POLICY:>9} {'ratio':>6} {'95%':11} {'drafted':>8}"
         )
         for costs in self._costs:
             speedups = {name: costs.speedup(counts) for name, counts in fixed.items()}
             speedups[PLAIN] = 1.0
             best = max(speedups, key=lambda name: speedups[name])
-            given = {
-                "policy": POLICY,
-                "draft_cost": costs.of_token,
-                "verify_cost": costs.verify,
-                **self._given,
-            }
+            given = self._adaptive(costs)
             counts = self._simulate(simulator, given, costs)
             own = costs.speedup(counts)
+            ratio = self._ratio(costs, counts, fixed.get(best))
+            total = sum(counts, Counts())
             svip = f"{speedups['svip']:6.3f}" if "svip" in speedups else f"{'-':>6}"
             row = (
                 f"{costs.draft:10g} {speedups[best]:6.3f} {best:22} {svip} "
                 f"{speedups['sd:k=5']:7.3f} {own:9.3f}"
             )
             print(
-                f"{row} {own / speedups[best]:6.3f} {counts.drafted / max(counts.passes, 1):8.2f}",
+                f"{row} {ratio} {total.drafted / max(total.passes, 1):8.2f}",
                 flush=True,
             )
             if self._is_real:
@@ -284,11 +354,32 @@ class Measurement:
             references.append(replace(reference, prefill_seconds=0.0))
         return CountingSimulator(pair, references, self._samplings[0], {})
 
-    def _simulate(self, simulator: CountingSimulator, given: Given, costs: Costs) -> Counts:
+    def _ratio(self, costs: Costs, own: Sequence[Counts], best: Sequence[Counts] | None) -> str:
+        """Returns the speedup of `own`, counts by prompt, divided by that of `best` (None: plain
+        decoding), with its interval."""
+        if best is None:
+            best = [Counts(counts.tokens, counts.tokens) for counts in own]
+        pairs = [
+            (counts.tokens, costs.of(counts), other.tokens, costs.of(other))
+            for counts, other in zip(own, best, strict=True)
+        ]
+        ratio, low, high = speedup_interval(pairs, RESAMPLES)
+        interval = "" if low is None else f"{low:.3f}-{high:.3f}"
+        return f"{ratio:6.3f} {interval:11}"
+
+    def _simulate(self, simulator: CountingSimulator, given: Given, costs: Costs) -> list[Counts]:
+        """Simulates all runs with the settings `given`. Returns their counts by prompt."""
         simulator.table = costs.as_table()
-        summary = simulator.run(self._kind.method, {**self._kind.given, **given})
-        passes = summary.phase_seconds["draft"] / costs.draft if costs.draft else 0
-        return Counts.of(summary, len(self._samplings), round(passes))
+        simulator.rounds = []
+        simulator.run(self._kind.method, {**self._kind.given, **given})
+
+        by_prompt = [Counts()] * len(self._prompts)
+        for number, rounds in enumerate(simulator.rounds):
+            passes = 0.0
+            if costs.draft:
+                passes = sum(round_.seconds["draft"] for round_ in rounds) / costs.draft
+            by_prompt[number % len(by_prompt)] += Counts.of_run(rounds, round(passes))
+        return by_prompt
 
     def _show_real(
         self, compared: Mapping[str, Given], costs: Costs, simulated: Mapping[str, float]
@@ -296,17 +387,16 @@ class Measurement:
         """Runs the real decoder with each of the settings in `compared`. Prints the speedup
         computed from the counts of its rounds, beside the `simulated` one."""
         for name, given in compared.items():
-            summary = Figures(name)
-            passes = 0
+            total = Counts()
             with self._open() as pair:  # a new one, so that nothing was learned yet
                 for number, sampling in enumerate(self._samplings):
                     text = self._prompts[number % len(self._prompts)].text
-                    settings = {**self._kind.given, **given}
-                    for round_ in pair.rounds(text, self._kind.method, sampling, **settings):
-                        summary.add(round_)
-                        levels = round_.draft.levels
-                        passes += min(levels, 1) if costs.in_blocks else levels
-            real = costs.speedup(Counts.of(summary, len(self._samplings), passes))
+                    settings: dict[str, Any] = {**self._kind.given, **given}
+                    rounds = list(pair.rounds(text, self._kind.method, sampling, **settings))
+                    levels = [round_.draft.levels for round_ in rounds]
+                    passes = sum(map(bool, levels)) if costs.in_blocks else sum(levels)
+                    total += Counts.of_run(rounds, passes)
+            real = costs.speedup([total])
             print(
                 (
                     f"{'':10} really {name}: {real:.3f}, simulated {simulated[name]:.3f} "
@@ -331,6 +421,42 @@ class Measurement:
             else:
                 _write_noisy(draft, changed, keep=0.0, noise=1.0)
         return specgen.load(str(target), str(changed), device="cpu", dtype="float32")
+
+
+def survivals(round_: Round) -> Iterator[Judged]:
+    """Yields for each drafted token (level) of a chain the predicted probability that it and all
+    before it are accepted, with whether they were."""
+    accepted = len(round_.verdict.path)
+    for position, survival in enumerate(accumulate(round_.draft.predicted, mul)):
+        if not math.isnan(survival):
+            yield survival, position < accepted
+
+
+PREDICTIONS: dict[str, Callable[[Round], Iterator[Judged]]] = {
+    "a token, if those before it are accepted": judged_predictions,
+    "a token with all before it": survivals,
+}
+
+
+def calibration_table(judged: Sequence[Judged]) -> Iterator[str]:
+    """Yields a line for each tenth of the predicted probability, and one for all."""
+    row = "{:>9} {:>9} {:>7} {:13} {:>6}"
+    yield row.format("", "predicted", "seen", "95%", "tokens")
+    found = calibration_of(judged)
+    if found is None:
+        return
+    for bin_ in found["bins"]:
+        yield row.format(
+            f"{bin_['low']:.1f}-{bin_['high']:.1f}",
+            f"{bin_['predicted']:.3f}",
+            f"{bin_['rate']:.3f}",
+            f"{bin_['rate_low']:.3f}-{bin_['rate_high']:.3f}",
+            bin_["judged"],
+        )
+    yield row.format(
+        "all", f"{found['predicted']:.3f}", f"{found['rate']:.3f}", "", found["judged"]
+    )
+    yield f"mean distance of the bins: {found['error']:.3f}"
 
 
 def _write_noisy(model: Path, copy: Path, *, keep: float, noise: float) -> None:

@@ -1,45 +1,68 @@
-"""PEARL by window size, on any pair and device. Not a test: `python tests/bench/measure_pearl.py
---help`.
+"""PEARL beside `sd` with the same draft model, on any pair and device. Not a test: `python
+tests/bench/measure_pearl.py --help`.
 
-Prints the speed for each window (PEARL, Tables 5 and 6), beside c, the measured ratio of pass
-times, which Theorem 1 says is the best window; the ablations (Table 3) and the mean accepted tokens
-(Table 4); and how much of what the measured pass times allow PEARL reaches: a round lasts no less
-than the longer of its target pass and its draft. Runs are taken in turn, prompt by prompt. All
-greedy outputs have to equal plain decoding's, up to near ties of their logits in low precision.
+For each temperature, all methods decode each prompt in turn, several times: A B A B. Printed are
+the tokens per second, the speed relative to plain decoding, and relative to `sd:k=5` with its 95 %
+interval (a bootstrap over prompts); the mean accepted tokens between two rejections (PEARL, Table
+4), and the tokens of a target pass. Before, the measured times of passes with what follows from
+them: c, the window (Theorem 1), and whether the models' passes overlap or take turns, by the gain
+that is expected at several acceptance rates.
+
+With `--windows` also PEARL with windows that are given (Tables 5 and 6) and its ablations (Table
+3). All greedy outputs have to equal plain decoding's, up to near ties of their logits in low
+precision. Sampled runs have no seed: with one, the times of passes would decide nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import specgen
 from specgen.base.types import SamplingParams
 from specgen.compare.prompts import ListedPrompt, load_prompts
+from specgen.compare.results import RESAMPLES, speedup_interval
 from specgen.methods.pass_times import PassTimes
 from specgen.pair.figures import Figures
 
+if TYPE_CHECKING:
+    from specgen.decoding.parallel_costs import ParallelCosts
+
 PLAIN = "ar"
 AUTO = "pearl"
-SEQUENTIAL = ("sd:k=5", "svip")
+BASE = "sd:k=5"
 ABLATIONS = ("pearl:pre_verify=false", "pearl:post_verify=false")
-MOST_WINDOWS = 12  # of the sweep where --windows names none
+ACCEPTANCES = (0.5, 0.7, 0.9)
+MOST_WINDOWS = 12  # of a sweep
+SWEEP = "auto"
+ROW = "{:26}{:>9}{:>7}{:>9} {:13}{:>15}{:>8}"
+HEADINGS = ("", "tokens/s", "x ar", f"x {BASE}", "95%", "mean accepted", "a pass")
 
 
 @dataclass(slots=True)
-class MethodFigures:
-    """A method's figures over all prompts and by category. `ratios` are speeds relative to plain
-    decoding, one for each prompt."""
+class MethodRuns:
+    """A method's figures over all runs, and its tokens and seconds by prompt."""
 
-    overall: Figures
-    by_category: dict[str, Figures] = field(default_factory=dict)
-    ratios: list[float] = field(default_factory=list)
+    figures: Figures
+    tokens: dict[int, int] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def add(self, prompt: ListedPrompt, run: Figures) -> None:
+        self.tokens[prompt.index] = self.tokens.get(prompt.index, 0) + len(run.token_ids)
+        self.seconds[prompt.index] = self.seconds.get(prompt.index, 0.0) + run.seconds
+
+    def speedup_over(self, other: MethodRuns) -> tuple[float | None, float | None, float | None]:
+        """Returns the speed over that of `other`, and both ends of its interval."""
+        pairs = [
+            (self.tokens[index], self.seconds[index], other.tokens[index], other.seconds[index])
+            for index in self.tokens
+        ]
+        return speedup_interval(pairs, RESAMPLES)
 
 
 def measure(
@@ -47,68 +70,95 @@ def measure(
     names: Sequence[str],
     prompts: Sequence[ListedPrompt],
     sampling: SamplingParams,
-) -> dict[str, MethodFigures]:
-    """Decodes each prompt with each of the methods `names` in turn, and returns their figures. The
-    first prompt is decoded once more before, to warm up."""
-    figures = {name: MethodFigures(Figures(name)) for name in names}
-    for position, prompt in enumerate([prompts[0], *prompts]):
-        taken = {}
-        outputs = {}
-        for name in names:
-            method, *settings = name.split(":")
-            given: dict[str, Any] = dict(setting.split("=") for setting in settings)
-            decoding = pair.prepare(pair.request(prompt.text, method, sampling, **given))
-            pair.forget()
-            rounds = list(decoding.rounds())
-            run = Figures(name, rounds)
-            taken[name] = run.seconds
-            outputs[name] = run.token_ids
-            if not position:
-                continue
-            for summary in (
-                figures[name].overall,
-                figures[name].by_category.setdefault(prompt.category, Figures(name)),
-            ):
+    repeats: int,
+) -> dict[str, MethodRuns]:
+    """Decodes each prompt `repeats` times with each of the methods `names` in turn, and returns
+    their figures. The first prompt is decoded once more before, to warm up."""
+    for name in names:
+        decode(pair, name, prompts[0], sampling)
+
+    runs = {name: MethodRuns(Figures(name)) for name in names}
+    for prompt in prompts:
+        for _ in range(repeats):
+            outputs = {}
+            for name in names:
+                rounds = decode(pair, name, prompt, sampling)
+                run = Figures(name, rounds)
+                runs[name].add(prompt, run)
+                outputs[name] = run.token_ids
                 for round_ in rounds:
-                    summary.add(round_)
-        for name in names if position else ():
-            figures[name].ratios.append(taken[PLAIN] / taken[name])
-        if different := [
-            name for name in names if sampling.greedy and outputs[name] != outputs[PLAIN]
-        ]:
-            print(f"NOT the same output: {', '.join(different)} on {prompt.label}")
-    return figures
+                    runs[name].figures.add(round_)
+            if sampling.greedy:
+                report_differences(outputs, prompt)
+    return runs
 
 
-def table(figures: Mapping[str, MethodFigures]) -> list[str]:
-    """A line for each method, and the speeds by category where there are several."""
-    categories = sorted({name for found in figures.values() for name in found.by_category})
-    shown = categories if len(categories) > 1 else []
-    heading = f"{'':26}{'tokens/s':>9}{'x ar':>7}{'mean accepted':>15}{'a pass':>8}" + "".join(
-        f"{name[:10]:>11}" for name in shown
-    )
-    lines = [heading]
-    for name, found in figures.items():
-        summary = found.overall
-        accepted = found.overall.mean_accepted_run
-        line = f"{name:26}{summary.tokens_per_second or 0:9.1f}{median(found.ratios):7.2f}"
-        line += f"{'' if accepted is None else f'{accepted:.1f}':>15}"
-        line += f"{summary.block_efficiency or 0:8.2f}"
-        lines.append(
-            line
-            + "".join(
-                f"{found.by_category[category].tokens_per_second or 0:11.1f}" for category in shown
-            )
+def decode(
+    pair: specgen.Pair, name: str, prompt: ListedPrompt, sampling: SamplingParams
+) -> list[specgen.Round]:
+    method, *settings = name.split(":")
+    given: dict[str, Any] = dict(setting.split("=") for setting in settings)
+    run = pair.prepare(pair.request(prompt.text, method, sampling, **given))
+    pair.forget()
+    return list(run.rounds())
+
+
+def report_differences(outputs: Mapping[str, list[int]], prompt: ListedPrompt) -> None:
+    different = [name for name, ids in outputs.items() if ids != outputs[PLAIN]]
+    if different:
+        print(f"NOT the same output: {', '.join(different)} on {prompt.label}")
+
+
+def table(runs: Mapping[str, MethodRuns]) -> Iterator[str]:
+    """Yields a line for each method."""
+    yield ROW.format(*HEADINGS)
+    for name, own in runs.items():
+        speedup, _, _ = own.speedup_over(runs[PLAIN])
+        gain, low, high = own.speedup_over(runs[BASE])
+        accepted = own.figures.mean_accepted_run
+        has_interval = low is not None and name != BASE
+        yield ROW.format(
+            name,
+            f"{own.figures.tokens_per_second or 0:.1f}",
+            f"{speedup:.2f}",
+            f"{gain:.3f}",
+            f"{low:.3f}-{high:.3f}" if has_interval else "",
+            "" if accepted is None else f"{accepted:.1f}",
+            f"{own.figures.block_efficiency or 0:.2f}",
         )
-    return lines
 
 
-def sweep(largest: int) -> list[int]:
-    """At most `MOST_WINDOWS` windows from 1 to `largest`."""
-    count = min(largest, MOST_WINDOWS)
-    return sorted(
-        {1 + round(number * (largest - 1) / max(count - 1, 1)) for number in range(count)}
+def describe(pair: specgen.Pair, costs: ParallelCosts) -> Iterator[str]:
+    """Yields lines about the times of passes and what follows from them."""
+    yield (
+        f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, "
+        f"{torch.get_num_threads()} CPU threads"
     )
+    yield (
+        f"beside the other model: a draft pass {costs.draft_pass * 1e3:.3f} ms, a target pass over "
+        f"1 token {costs.single_pass * 1e3:.3f}, over {costs.width} {costs.target_pass * 1e3:.3f}; "
+        f"c {costs.ratio:.2f}, window {costs.window.size}"
+    )
+    if costs.expected_gain is None:
+        return
+    yield (
+        f"alone: a draft pass {costs.draft_alone * 1e3:.3f} ms, a target pass over 1 token "
+        f"{costs.single_alone * 1e3:.3f}, over {costs.width} {costs.target_alone * 1e3:.3f}"
+    )
+    gains = ", ".join(f"{costs.gain(rate):.2f} at {rate:.0%}" for rate in ACCEPTANCES)
+    choice = "passes overlap" if costs.overlaps else "the models take turns"
+    yield f"expected speed of overlapping passes over passes in turn: {gains}: {choice}"
+
+
+def windows_of(written: str, costs: ParallelCosts) -> list[int]:
+    """Returns the windows that `--windows` names: `SWEEP` stands for at most `MOST_WINDOWS` from 1
+    to 2c."""
+    if written != SWEEP:
+        return [int(size) for size in written.split(",") if size]
+    largest = 2 * costs.window.size
+    count = min(largest, MOST_WINDOWS)
+    steps = max(count - 1, 1)
+    return sorted({1 + round(number * (largest - 1) / steps) for number in range(count)})
 
 
 def main() -> None:
@@ -127,40 +177,34 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=int, default=12, help="prompts, taken from the categories in turn"
     )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each method on each prompt")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", default="0,1", help="between commas")
+    parser.add_argument("--methods", default=f"svip,{AUTO}", help="between commas")
     parser.add_argument(
-        "--windows", default="", help="windows to try, between commas; from 1 to 2c where empty"
+        "--windows",
+        default="",
+        help=f"windows to try with the ablations, between commas; {SWEEP}: from 1 to 2c",
     )
     given = parser.parse_args()
     prompts = load_prompts(given.prompts, limit=given.limit)
-    sampling = SamplingParams(
-        max_new_tokens=given.tokens, temperature=given.temperature, ignore_eos=True, seed=0
-    )
+    greedy = SamplingParams(max_new_tokens=given.tokens, ignore_eos=True)
     options = {name: getattr(given, name) for name in ("device", "draft_device", "dtype")}
     with specgen.load(given.target, given.draft, **options) as pair:
         pair.warm_up()
         length = len(pair.tokenizer.encode(prompts[0].text)) + given.tokens // 2
-        costs = pair.models.kept(PassTimes).costs(length, sampling)
-        print(
-            f"{pair.target.name} on {pair.target.device}, {pair.target.dtype_name}, "
-            f"{torch.get_num_threads()} CPU threads; "
-            f"draft pass {costs.draft_pass * 1e3:.2f} ms, target pass over 1 token "
-            f"{costs.single_pass * 1e3:.2f} ms, "
-            f"over {costs.width} {costs.target_pass * 1e3:.2f} ms; c {costs.ratio:.2f}, "
-            f"window {costs.window.size}"
-        )
-        windows = [int(size) for size in given.windows.split(",") if size] or sweep(
-            2 * costs.window.size
-        )
-        names = [
-            PLAIN,
-            *SEQUENTIAL,
-            AUTO,
-            *(f"pearl:window={size}" for size in windows),
-            *ABLATIONS,
-        ]
-        print("\n".join(table(measure(pair, names, prompts, sampling))))
+        for temperature in map(float, given.temperatures.split(",")):
+            sampling = replace(greedy, temperature=temperature)
+            costs = pair.models.kept(PassTimes).costs(length, sampling)
+            names = [PLAIN, BASE, *given.methods.split(",")]
+            windows = windows_of(given.windows, costs)
+            names += [f"{AUTO}:window={size}" for size in windows]
+            names += ABLATIONS if windows else ()
+
+            print(f"\ntemperature {temperature:g}, {len(prompts)} prompts x {given.repeats}")
+            print("\n".join(describe(pair, costs)))
+            runs = measure(pair, names, prompts, sampling, given.repeats)
+            print("\n".join(table(runs)), flush=True)
 
 
 if __name__ == "__main__":
