@@ -235,6 +235,37 @@ def test_the_guard_bounds_what_drafting_loses_whatever_is_accepted(seed: int) ->
     assert {SHORTEST_PAUSE, *pauses} <= {2**power for power in range(2, 11)}
 
 
+@pytest.mark.parametrize("rounds", [40, 400, 4000])
+@pytest.mark.parametrize(
+    ("chance", "best"),  # of each token to be accepted; the cost per output token that is reached
+    [(0.0, 1.0), (0.3, 1.0), (0.9, 0.5)],
+)
+def test_block_rounds_lose_no_more_than_the_exploration(
+    chance: float, best: float, rounds: int
+) -> None:
+    """Against plain decoding, whose tokens cost 1 each. All tokens of a block that are computed
+    cost, also those that the draft leaves out."""
+    rng = Random(rounds)
+    costs = DraftingCosts(0.02, 0.05, start=0.5)
+    exploration = 6.0
+    longest = 15
+    inputs = AdaptiveInputs(costs, Learned.prior(costs), sizes_blocks=True)
+    made = Adaptive(AUTO, AUTO, exploration, longest, inputs)
+    cost = 0.0
+    tokens = 0
+    for _ in range(rounds):
+        drafted = draft(made, *[LIKELY] * longest)
+        accepted = next((kept for kept in range(drafted) if rng.random() > chance), drafted)
+        computed = made.block_levels or longest
+        cost += 1 + costs.of_draft(computed if drafted else 0, drafted)
+        tokens += accepted + 1
+        made.observe(drafted, accepted)
+    pauses = 3 + math.log2(1 + rounds / SHORTEST_PAUSE) + rounds / LONGEST_PAUSE
+    assert cost <= best * tokens + exploration * pauses
+    if rounds == 4000:
+        assert cost <= best * 1.02 * tokens
+
+
 def test_only_much_that_was_gained_shortens_the_pause() -> None:
     guard = DraftingGuard(pause=16)
     guard.count(1, 2, 3.0)
