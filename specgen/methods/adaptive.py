@@ -157,6 +157,7 @@ class Adaptive(LengthPolicy):
         self._verify_cost = None if verify_cost == AUTO else float(verify_cost)
         self._costs = inputs.costs.with_values(self._draft_cost, self._verify_cost)
         self._timed = inputs.timed
+        self._timed_costs = inputs.costs  # those that `_costs` were made from
         self.learned = inputs.learned
         self._key = inputs.key
         self._token_weights = weights_at(inputs.temperature, _TOKEN, _TOKEN_BY_TEMPERATURE)
@@ -326,7 +327,9 @@ class Adaptive(LengthPolicy):
     ) -> None:
         if self._timed is not None:
             self._timed.add(levels, drafting, tokens, verification)
-            self._costs = self._timed.costs.with_values(self._draft_cost, self._verify_cost)
+            if self._timed.costs is not self._timed_costs:
+                self._timed_costs = self._timed.costs
+                self._costs = self._timed_costs.with_values(self._draft_cost, self._verify_cost)
             if self._timed.is_lowered:  # the gains of drafts were computed with the higher costs
                 self.learned.forget_gains()
 

@@ -230,7 +230,7 @@ class LearnedCosts:
                 self._drafts.append((levels, drafting))
             if self.rounds <= _EACH or self.rounds % _EVERY == 0 or was_trial:
                 self.costs = self._estimate()
-            if has_drafted and self.costs == self.costs.at_most(_TRIAL):
+            if self._refused and has_drafted and self.costs == self.costs.at_most(_TRIAL):
                 self._refused = 0
 
         learned = self.costs
@@ -290,7 +290,9 @@ class LearnedCosts:
         plain = list[float]()
         verified = list[tuple[int, float]]()
         for tokens, seconds in self._passes:
-            seconds = min(seconds, most[tokens])
+            limit = most[tokens]
+            if seconds > limit:
+                seconds = limit
             if tokens:
                 verified.append((tokens, seconds))
             else:
