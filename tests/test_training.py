@@ -972,7 +972,7 @@ def made_texts(number: int, accepts: Any, uses: list[Use]) -> Any:
         )
         top1 = torch.cat((ids[1:], torch.tensor([2])))
         guesses = torch.where(accepts(target_states, exit_states, generator), top1, 95)
-        made[tuple(ids.tolist())] = torch.nn.functional.one_hot(guesses, 96).float(), exit_states
+        made[tuple(ids.tolist())] = guesses, exit_states
         text = Text(ids.tolist(), 1, True, uses[index % len(uses)])
         texts.append(PredictedText(text, top1[:, None], torch.empty(0), target_states))
     return texts, lambda ids: tuple(each[None] for each in made[tuple(ids)])
@@ -985,9 +985,7 @@ def test_a_predictor_learns_from_reserved_text_only() -> None:
     texts, outputs = made_texts(48, half, list(Use))
     for text in texts:
         if text.text.use == Use.TRAIN:
-            outputs(text.text.ids)[0][0].copy_(
-                torch.nn.functional.one_hot(text.top_k_ids[:, 0], 96)
-            )
+            outputs(text.text.ids)[0][0].copy_(text.top_k_ids[:, 0])
     assert train_predictor(outputs, texts, seed=0)[1]["mean_score"] == pytest.approx(0.5, abs=0.1)
     uses = [Use.HELD_OUT, Use.PREDICTOR, Use.PREDICTOR, Use.PREDICTOR]
     seen, state_of = made_texts(40, lambda _, exit_, __: 30 * exit_[:, 0] > -15, uses)

@@ -33,9 +33,10 @@ from specgen.base.types import Context
 from specgen.engine.loaded_model import load_model
 from specgen.engine.model_files import ModelSource, find_model
 from specgen.engine.model_runner import ModelRunner
+from specgen.engine.native.layer_files import EXIT_HEAD
 from specgen.engine.parts import block, eagle, glide, medusa, own_layers
 from specgen.engine.parts.eagle import FC
-from specgen.engine.parts.own_layers import ExitLayers, ExitWeights
+from specgen.engine.parts.own_layers import VOCABULARY, ExitLayers, ExitWeights
 from specgen.engine.parts.trained_part import describe_head, open_part, save_head
 from specgen.engine.precision import Precision
 from specgen.train import states
@@ -421,6 +422,30 @@ def test_each_row_of_an_exit_is_what_is_drafted_there(
                 torch.testing.assert_close(row, output.logits[0], atol=1e-2, rtol=1e-2)
             start += len(text)
     assert next(rows, None) is None
+
+
+@pytest.mark.parametrize("ids", [None, [3, 4, 5, 7, 9, 30, 31, 32, 60]])
+def test_the_predictor_of_an_exit_learns_from_the_tokens_that_it_drafts(
+    ids: list[int] | None, tmp_path: Path
+) -> None:
+    """With an LM head of few tokens, too, they are the target's ids, not the head's own."""
+    made: Any = started("eesd", saved("llama", tmp_path), scale=0.2)
+    tensors = {name: weight.detach() for name, weight in made.parameters.items()}
+    if ids is not None:
+        made.ids = tensors[VOCABULARY] = torch.tensor(ids)
+        made.parameters[EXIT_HEAD] = tensors[EXIT_HEAD] = tensors[EXIT_HEAD][made.ids]
+    weights = ExitWeights(ExitLayers(made.model, 1, tensors), made.after)
+    draft = own_layers.make_runners(weights, made.model, None, lambda: None).draft
+    assert draft is not None
+    text = TEXTS[0]
+
+    likeliest, _ = made.exit_outputs(text)
+
+    for depth in range(made.depths):
+        for at in range(depth, len(text) - 1):
+            begin = at + 1 - depth
+            output = draft.logits(Context(text[:begin]), text[begin : at + 1], start=depth)
+            assert likeliest[depth, at] == output.logits[0].argmax()
 
 
 @pytest.mark.parametrize("kind", ["eesd", "medusa", "sd"])

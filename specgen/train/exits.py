@@ -80,9 +80,9 @@ _CHOOSING_TOKENS = 512  # at most
 # settings that do not matter for a predictor alone
 _UNUSED = ("steps", "learning_rate", "batch", "self_text")
 
-# A function from n token ids to the exit's next-token logits [depths, n, tokens] and hidden states
-# [depths, n, width]: those at index d are after each token as the d-th drafted one (0: the last one
-# before a draft).
+# A function from n token ids to the ids of the exit's most probable next tokens [depths, n] and its
+# hidden states [depths, n, width]: those at index d are after each token as the d-th drafted one
+# (0: the last one before a draft).
 ExitOutputs = Callable[[list[int]], tuple[Tensor, Tensor]]
 
 
@@ -308,13 +308,15 @@ class ExitObjective(StatesObjective):
         with self.autocast():
             found = self.predict(batch, self.states(batch), None)
             logits, states = self._exit(0).norm_and_head(found.outputs)
+        likeliest = logits.argmax(dim=-1)
+        if self.ids is not None:
+            likeliest = self.ids[likeliest]
         shape = self.depths, len(ids)
-        tables = []
-        for rows in (logits, states):
-            table = torch.zeros(*shape, rows.shape[-1], device=self.device)
-            table[found.depths, found.sources] = rows.float()
-            tables.append(table)
-        return tables[0], tables[1]
+        top1 = torch.zeros(shape, dtype=torch.long, device=self.device)
+        top1[found.depths, found.sources] = likeliest
+        hidden = torch.zeros(*shape, states.shape[-1], device=self.device)
+        hidden[found.depths, found.sources] = states.float()
+        return top1, hidden
 
     def description(self, figures: dict[str, Any], *, has_predictor: bool) -> ExitDescription:
         return ExitDescription(
@@ -397,9 +399,10 @@ def train_predictor(
     it and its measurements.
 
     It is trained on the texts for the predictor (`Use`) and measured on the held-out ones; texts
-    whose `hidden` is None are left out. `exit_outputs` computes the exit layer's logits and hidden
-    states for a text. The measurements are those of `measure`, empty if no text is held out. The
-    predictor is None if there is no text to train on. Its weights are rounded as in its file.
+    whose `hidden` is None are left out. `exit_outputs` computes the exit layer's most probable
+    tokens and hidden states for a text. The measurements are those of `measure`, empty if no text
+    is held out. The predictor is None if there is no text to train on. Its weights are rounded as
+    in its file.
 
     The label of a token says whether exit layer and target have the same most probable token, also
     in sampled text. Sampling has another acceptance probability, which Cali-TS learns from the run
@@ -492,8 +495,8 @@ def _examples(
     target_states = []
     for prediction in used:
         assert prediction.hidden is not None
-        logits, hidden = exit_outputs(prediction.text.ids)
-        top1 = logits.argmax(dim=-1).cpu()
+        likeliest, hidden = exit_outputs(prediction.text.ids)
+        top1 = likeliest.cpu()
         top1s.append(top1.tolist())
         agreed.append((top1[0] == prediction.top_k_ids[:, 0])[prediction.text.prompt_length :])
         exit_states.append(hidden.flatten(0, 1).to(prediction.hidden.dtype))
