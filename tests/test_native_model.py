@@ -533,7 +533,7 @@ def test_layers_in_one_call_compute_the_bits_of_their_parts(
     at_once = logits()
     if is_dense:
         assert programs == [1] * len(drafts)
-    monkeypatch.setattr(NativeForward, "_short_pass", lambda forward: None)
+    monkeypatch.setattr(NativeForward, "_short_pass", lambda *_: None)
     programs.clear()
     together = logits()
     for whole, layers in zip(at_once, together, strict=True):

@@ -321,45 +321,62 @@ def test_medusa_heads_run_once_for_each_context_and_the_target_not_again(
 
 @pytest.mark.skipif(kernels() is None, reason="there are no kernels here")
 @pytest.mark.parametrize("joined", [False, True])
-def test_an_exit_runs_a_drafted_token_in_one_call(
+def test_an_exit_and_its_target_take_one_call_for_a_pass(
     joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the bits of the target's first layers and the exit run one after the other: of growing
-    chains, trees, after acceptances, and with another context."""
+    """With the bits of the target's first layers and of what follows them run one after the other:
+    of growing chains, trees, after acceptances, and with another context. First layers run a token
+    once."""
 
-    def run(part: Part) -> tuple[list[torch.Tensor], list[list[int]]]:
-        draft = part.made.draft
-        context = Context([1, 5, 6, 7, 8])
+    def run(part: Part) -> tuple[list[torch.Tensor], list[tuple[int, int, int]]]:
+        (draft, target) = (part.made.draft, part.made.target)
         found: list[torch.Tensor] = []
-        calls: list[list[int]] = []
-        for tokens in ([9, 10, 11], [12, 13], [14, 15, 16, 17]):
-            part.made.target.logits(context)
-            for length in range(len(tokens) + 1):
-                segments.clear()
-                found.append(draft.logits(context, tokens[:length], start=length).logits.clone())
-                calls.append([*segments])
-            part.made.target.logits(context, tokens)
-            context.extend([*tokens[:2], 20])
-        tree = [9, 10, 11, 12], [-1, 0, -1, 2]
-        found.append(draft.logits(context, *tree).logits.clone())
-        part.made.target.logits(context, *tree)
-        context.extend([11, 12, 3])
-        found.append(draft.logits(context).logits.clone())
-        found.append(draft.logits(Context([1, 5, 9]), [4]).logits.clone())
-        return found, calls
 
-    segments: list[int] = []  # of each call
+        def logits(runner: Any, *arguments: Any, start: int = 0) -> None:
+            found.append(runner.logits(*arguments, start=start).logits.clone())
+
+        context = Context([1, 5, 6, 7, 8])
+        target.logits(context)
+        calls.clear()
+        for tokens in ([9, 10, 11], [12, 13], [14, 15, 16, 17]):
+            logits(target, context)
+            for length in range(len(tokens) + 1):
+                logits(draft, context, tokens[:length], start=length)
+            logits(target, context, tokens)
+            context.extend([*tokens[:2], 20])
+        of_chains = [*calls]
+        tree = [9, 10, 11, 12], [-1, 0, -1, 2]
+        logits(draft, context, *tree)
+        logits(target, context, [*tree[0], 13, 14], [*tree[1], 2, 3])
+        context.extend([11, 12, 3])
+        logits(draft, context)
+        logits(target, context)
+        logits(draft, Context([1, 5, 9]), [4])
+        context.extend([4, 2, 3])
+        logits(target, context)
+        logits(draft, context, [13])
+        return found, of_chains
+
+    # of each call the segments, the rows, and how many of these do not run the first segment
+    calls: list[tuple[int, int, int]] = []
     run_pass = Kernels.run_pass
 
     def counted(own: Kernels, program: PassProgram, *arguments: Any) -> Any:
-        segments.append(len(program.segments))
-        return run_pass(own, program, *arguments)
+        result = run_pass(own, program, *arguments)
+        calls.append((len(program.segments), program.data.rows, program.data.known))
+        return result
 
     monkeypatch.setattr(Kernels, "run_pass", counted)
     options: dict[str, Any] = {"backend": "native", "depth": 1, "joined": joined}
-    at_once, calls = run(Part("exit", **options))
-    assert calls == [[2]] * len(calls)
-    monkeypatch.setattr(own_layers.ShortExitPass, "of", lambda *_: None)
+    at_once, of_chains = run(Part("exit", **options))
+    accepted = (2, 3, 3) if joined else (2, 1, 1)  # a joined exit runs accepted tokens again
+    assert of_chains == [
+        *((2, 1, 1), (2, 5, 5), (2, 1, 0), (2, 1, 0), (2, 1, 0), (2, 4, 4)),
+        *((2, 1, 0), accepted, (2, 1, 0), (2, 1, 0), (2, 3, 3)),
+        *((2, 1, 0), accepted, (2, 1, 0), (2, 1, 0), (2, 1, 0), (2, 1, 0), (2, 5, 5)),
+    ]
+    for made in ("of_exit", "of_target"):
+        monkeypatch.setattr(own_layers.ShortPass, made, lambda *_: None)
     in_parts, _ = run(Part("exit", **options))
     for found, expected in zip(at_once, in_parts, strict=True):
         assert torch.equal(found, expected)

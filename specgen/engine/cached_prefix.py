@@ -150,28 +150,8 @@ class CachedPrefix:
             self.committed = length
             self.draft = draft
 
-    def resume(self, forward_pass: ForwardPass) -> bool:
-        """Counts nothing as cached from the first token of this pass on, which is then run anew.
-        Returns False, and leaves the draft, if a token before it is not cached."""
-        context, draft, first = forward_pass[:3]
-        self.switch_to(context)
-        drafted = first - len(context)
-        if drafted <= 0:
-            if self.committed < first:
-                return False
-            self.truncate(first)
-            return self.committed == first
-        cached = self.draft
-        kept = TreeNodes(draft.tokens[:drafted], draft.parents[:drafted])
-        if self.committed < len(context) or cached.tokens[:drafted] != kept.tokens:
-            return False
-        if list(cached.parents[:drafted]) != list(kept.parents):
-            return False
-        self.draft = kept
-        return True
-
     def ran(self, forward_pass: ForwardPass) -> None:
-        """Counts the tokens of a pass as cached that began where `resume` said."""
+        """Counts the tokens of a pass as cached, after all tokens before it."""
         length = len(forward_pass.context)
         self.committed = min(forward_pass.last, length)
         self.draft = forward_pass.draft if forward_pass.last > length else NO_NODES

@@ -103,6 +103,7 @@ class _Pass(ctypes.Structure):
         ("table_scale", _FLOAT),
         ("ids", _POINTER),
         ("input", _POINTER),
+        ("known", _LONG),
         ("segments", _POINTER),
         ("count", _LONG),
         ("rows", _LONG),

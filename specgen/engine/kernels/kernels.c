@@ -1724,13 +1724,15 @@ typedef struct {
  * there is no table with `input` [row][width]. `states` [row][width] get the stream after the
  * layers, or if it `is_normed` after a norm with the weights `norm`. `logits` [row][outputs] are
  * computed for the last `kept` rows; with `logits` NULL, for none. `numbers` is the largest room
- * that a branch needs for each row, see `run_branches`. */
+ * that a branch needs for each row, see `run_branches`. With a table, the first `known` rows do
+ * not run the first segment again: they begin after it, with `input` [known][width]. */
 typedef struct {
     const void *table;
     long table_kind;
     float table_scale;
     const int64_t *ids;
     const float *input;
+    long known;
     const segment *segments;
     long count;
     long rows;
@@ -1780,18 +1782,21 @@ EXPORT int run_pass(const pass *whole)
     float *hidden = scratch(2, (size_t)(rows * (3 * width + whole->numbers)) * sizeof(float));
     if (hidden == NULL) return -1;
     float *buffer = hidden + rows * width;
-    for (long row = 0; row < rows && whole->table; row++)
+    const long given = whole->table ? whole->known : rows; /* rows of the input */
+    if (given) memcpy(hidden, whole->input, (size_t)(given * width) * sizeof(float));
+    for (long row = given; row < rows; row++)
         embed_row(whole, whole->ids[row], hidden + row * width);
-    if (whole->table == NULL)
-        memcpy(hidden, whole->input, (size_t)(rows * width) * sizeof(float));
     for (long i = 0; i < whole->count; i++) {
         const segment *part = &whole->segments[i];
+        const long first = i == 0 ? whole->known : 0; /* of the rows that it runs */
         for (long row = 0; row < rows && part->tap; row++)
             memcpy(part->tap + row * part->tap_stride, hidden + row * width,
                    (size_t)width * sizeof(float));
         if (part->join && join_rows(part, whole, hidden, buffer)) return -1;
-        if (run_branches(part->branches, part->count, hidden, rows, width, part->kinds,
-                         part->first_row, part->places, part->first_layer, whole->slot, buffer))
+        if (first < rows
+            && run_branches(part->branches, part->count, hidden + first * width, rows - first,
+                            width, part->kinds, part->first_row + first, part->places,
+                            part->first_layer, whole->slot + first, buffer))
             return -1;
     }
     if (whole->is_normed)

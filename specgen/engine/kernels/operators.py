@@ -346,6 +346,7 @@ class Kernels:
         segments: Sequence[SegmentInputs],
         slot: int,
         kept: int,
+        known: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a whole pass over n tokens. Returns the states after the layers, and after the final
         norm if there is one, [n, width], and the logits [k, vocabulary] of the last `kept` tokens;
@@ -353,17 +354,21 @@ class Kernels:
 
         `tokens` are ids, or if the program has no table the states [n, width] that enter,
         contiguous. `segments` are the inputs of each of its segments, and the keys and values of
-        the tokens are written from `slot` on. A program runs one pass at a time.
+        the tokens are written from `slot` on. `known` are an address and a number m: the first m
+        tokens do not run the program's first segment, but begin after it with the states [m, width]
+        at this address. A program runs one pass at a time.
         """
         data = program.data
         if isinstance(tokens, Tensor):
             rows = tokens.shape[0]
             data.input = tokens.data_ptr()
+            data.known = 0
         else:
             rows = len(tokens)
             if min(tokens) < 0 or max(tokens) >= program.num_tokens:
                 raise IndexError(f"token ids {min(tokens)} to {max(tokens)}")
             program.ids[:rows] = list(tokens)
+            data.input, data.known = known
         for own, given in zip(program.segments, segments, strict=True):
             own.kinds = ctypes.addressof(given.kinds.addresses)
             own.first_row = given.kinds.first_row

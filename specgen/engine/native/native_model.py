@@ -379,7 +379,7 @@ class NativeForward:
         self._calls = calls
         stops = {index for index, call in enumerate(calls) if call.layer in self.taps}
         self._stack = LayerStack([model.layers[call.layer] for call in calls], calls, stops)
-        self._program = self._short_pass()
+        self._program = self._short_pass(model.embedding_table() if inputs is None else None)
         # of each piece of a short pass, the first column of the features before it; None: none
         self._tap_columns: list[int | None] = []
         for piece in self._stack.short_pieces:
@@ -388,10 +388,11 @@ class NativeForward:
             column = self.taps.index(layer) * model.shape.hidden_size if is_tapped else None
             self._tap_columns.append(column)
 
-    def _short_pass(self) -> PassProgram | None:
-        """Returns the program of short passes; None if the kernels cannot run all of them."""
+    def _short_pass(self, table: Table | None, *before: Program) -> PassProgram | None:
+        """Returns the program of short passes, through the layers `before` first; None if the
+        kernels cannot run all of them."""
         model = self.model
-        programs = [piece.program for piece in self._stack.short_pieces]
+        programs = [*before, *(piece.program for piece in self._stack.short_pieces)]
         segments = [(program, None) for program in programs if program is not None]
         is_all = len(segments) == len(programs) > 0 and len(set(self.taps)) == len(self.taps)
         if not is_all or model.kernels is None or model.outer.own_embeddings is not None:
@@ -406,11 +407,20 @@ class NativeForward:
             segments,
             model.shape.hidden_size,
             SHORT_PASS,
-            table=model.embedding_table() if self.inputs is None else None,
+            table=table,
             norm=norm,
             eps=model.architecture.norm_eps,
             head=head,
         )
+
+    def program_after(self, before: Program, table: Table) -> PassProgram | None:
+        """Returns the program of short passes through the layers `before` and these, in two
+        segments; None if the kernels cannot run all of them, or if a state before one of these
+        layers is tapped."""
+        is_tapped = any(layer != self.model.shape.num_layers for layer in self.taps)
+        if self._program is None or self.program is None or is_tapped:
+            return None
+        return self._short_pass(table, before)
 
     @property
     def program(self) -> Program | None:
@@ -478,10 +488,25 @@ class NativeForward:
             features[:, column : column + width] = states
         if self.outer is None:
             return ModelOutput(states, states)
-        own = states if kept == rows else states[-kept:]
+        return self.output(states, logits, kept, features)
+
+    def output(
+        self,
+        states: torch.Tensor,
+        logits: torch.Tensor | None,
+        kept: int,
+        features: torch.Tensor | None,
+    ) -> ModelOutput:
+        """Returns the output of a short pass for its last `kept` rows.
+
+        `states` [n, width] are those after the final norm; `logits` are the products of the head,
+        None if it was not run.
+        """
+        assert self.outer is not None
+        own = states if kept == len(states) else states[-kept:]
         if logits is None:
             logits = self.outer.head(own)
-        return ModelOutput(final_logits(model.architecture, logits), own, features=features)
+        return ModelOutput(final_logits(self.model.architecture, logits), own, features=features)
 
     def with_own_embeddings(
         self, inputs: PassInputs, hidden: torch.Tensor, ids: torch.Tensor

@@ -206,19 +206,16 @@ class ExitLayers:
             devices, [(made.num_kv_heads, made.head_size)] * len(devices), self._model.dtype
         )
 
-    def forward(self, source: HiddenSource, short: ShortExitPass | None = None) -> ForwardFunction:
+    def forward(self, source: HiddenSource) -> ForwardFunction:
         """Returns a function that runs the exit on a forward pass. `source` returns the hidden
-        states [n, width] that enter the exit; `short` runs what passes it can."""
+        states [n, width] that enter the exit."""
 
         def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
-            output = None if short is None else short(forward_pass, logits_to_keep)
-            if output is not None:
-                return output
             return self.run(forward_pass, source(forward_pass).clone(), logits_to_keep)
 
         return run
 
-    def program(self, before: Program, table: Table | None) -> PassProgram | None:
+    def program(self, before: Program, table: Table) -> PassProgram | None:
         """Returns the program of passes through the target's first layers, `before`, and the exit;
         None if the kernels cannot run all of the exit."""
         model = self._model
@@ -246,9 +243,12 @@ class ExitLayers:
         """Returns the inputs of a pass through the decoder layers."""
         return self._inputs(forward_pass)
 
-    def output(self, logits: Tensor, states: Tensor) -> ModelOutput:
-        """Returns the output for the products of the LM head [n, tokens that the head knows] and
-        its input [n, width]."""
+    def output(self, states: Tensor, logits: Tensor | None, kept: int) -> ModelOutput:
+        """Returns the output of a short pass for its last `kept` rows: `logits` [kept, tokens that
+        the head knows] are the products of the LM head, whose inputs are rows of `states`."""
+        assert logits is not None
+        if kept != len(states):
+            states = states[-kept:]
         logits = final_logits(self._architecture, logits)
         return ModelOutput(
             of_all_tokens(logits, self._vocabulary, self._model.shape.vocab_size), states
@@ -296,21 +296,29 @@ class ExitLayers:
         return final_logits(self._architecture, self._head(states))
 
 
-class ShortExitPass:
-    """Runs short passes through the target's first layers and the exit, in one call of the
-    kernels.
+class ShortPass:
+    """Runs short passes through the target's first layers and what follows them, the exit or the
+    target's later layers, in one call of the kernels.
 
-    The first layers are those of the runner `first`, to whose cache it writes; the tokens of a pass
-    are run anew even if they are cached there. `program` is that of `layers`.
+    `program` is that of both. The first layers are those of the runner `first`: its cache and its
+    features are read and written, and tokens that are there do not run them again. `inputs` makes
+    the inputs of a pass, and `output` its output, from the states after the layers, the logits and
+    the number of rows to keep.
     """
 
     def __init__(
-        self, layers: ExitLayers, program: PassProgram, kernels: Kernels, first: FeatureRunner
+        self,
+        program: PassProgram,
+        kernels: Kernels,
+        first: FeatureRunner,
+        inputs: Callable[[ForwardPass], PassInputs],
+        output: Callable[[Tensor, Tensor | None, int], ModelOutput],
     ) -> None:
-        self._layers = layers
         self._program = program
         self._kernels = kernels
         self._first = first
+        self._inputs = inputs
+        self._output = output
 
     def __call__(
         self, forward_pass: ForwardPass, kept: int, before: Tensor | None = None
@@ -318,13 +326,13 @@ class ShortExitPass:
         """Runs a pass over n tokens and returns the output for the last `kept` of them; None, and
         runs nothing, if the pass is long or if `first` lacks tokens before it. `before` [n, width]
         are the last states of the tokens before, for an exit that `is_joined`."""
-        rows = forward_pass.last - forward_pass.first
-        if rows > SHORT_PASS:
+        if forward_pass.last - forward_pass.first > SHORT_PASS:
             return None
-        features = self._first.resume(forward_pass)
-        if features is None:
+        resumed = self._first.resume(forward_pass)
+        if resumed is None:
             return None
-        place = self._layers.inputs(forward_pass).place
+        features, known = resumed
+        place = self._inputs(forward_pass).place
         assert place is not None
         shared = self._first.cache
         assert isinstance(shared, KVBuffer)
@@ -342,26 +350,67 @@ class ShortExitPass:
         )
         self._kernels.use_threads(torch.get_num_threads())
         states, logits = self._kernels.run_pass(
-            program, forward_pass.ids, segments, place.slot, kept
+            program, forward_pass.ids, segments, place.slot, kept, (features, known)
         )
         self._first.ran(forward_pass)
-        assert logits is not None
-        return self._layers.output(logits, states if kept == rows else states[-kept:])
+        return self._output(states, logits, kept)
 
     @classmethod
-    def of(
-        cls, layers: ExitLayers, forward: ForwardFunction, first: FeatureRunner
-    ) -> ShortExitPass | None:
-        """Returns what runs the exit together with `forward`, the target's first layers; None if
+    def of_exit(
+        cls, layers: ExitLayers, earlier: ForwardFunction, first: FeatureRunner
+    ) -> ShortPass | None:
+        """Returns what runs the exit together with `earlier`, the target's first layers; None if
         the kernels cannot."""
-        if not isinstance(forward, NativeForward) or forward.program is None:
+        parts = _for_kernels(earlier)
+        if parts is None:
             return None
-        model = forward.model
-        table = model.embedding_table()
-        if table is None or model.kernels is None or not layers.reads_inputs_of(model.inputs):
+        model, before, table, kernels = parts
+        program = layers.program(before, table)
+        if program is None or not layers.reads_inputs_of(model.inputs):
             return None
-        program = layers.program(forward.program, table)
-        return None if program is None else cls(layers, program, model.kernels, first)
+        return cls(program, kernels, first, layers.inputs, layers.output)
+
+    @classmethod
+    def of_target(
+        cls, later: ForwardFunction, earlier: ForwardFunction, first: FeatureRunner
+    ) -> ShortPass | None:
+        """Returns what runs the target's layers `later` together with its first ones, `earlier`;
+        None if the kernels cannot."""
+        parts = _for_kernels(earlier)
+        if parts is None or not isinstance(later, NativeForward):
+            return None
+        model, before, table, kernels = parts
+        program = later.program_after(before, table)
+        if program is None:
+            return None
+
+        def output(states: Tensor, logits: Tensor | None, kept: int) -> ModelOutput:
+            return later.output(states, logits, kept, states if later.taps else None)
+
+        return cls(program, kernels, first, model.inputs, output)
+
+    def or_else(self, forward: ForwardFunction) -> ForwardFunction:
+        """Returns a function that runs the passes that this cannot by `forward`."""
+
+        def run(forward_pass: ForwardPass, logits_to_keep: int) -> ModelOutput:
+            output = self(forward_pass, logits_to_keep)
+            return forward(forward_pass, logits_to_keep) if output is None else output
+
+        return run
+
+
+def _for_kernels(
+    earlier: ForwardFunction,
+) -> tuple[NativeModel, Program, Table, Kernels] | None:
+    """Returns the model of these first layers, their program, its embeddings and the kernels; None
+    if the kernels cannot run all of them."""
+    if not isinstance(earlier, NativeForward) or earlier.program is None:
+        return None
+    model = earlier.model
+    table = model.embedding_table()
+    if table is None or model.kernels is None:
+        return None
+    return model, earlier.program, table, model.kernels
 
 
 class ExitRunner(ModelRunner):
@@ -381,7 +430,7 @@ class ExitRunner(ModelRunner):
         layers: ExitLayers,
         source: HiddenSource,
         target: FeatureRunner,
-        short: ShortExitPass | None = None,
+        short: ShortPass | None = None,
     ) -> None:
         super().__init__(model, penalties, self._run, layers.new_cache())
         self._layers = layers
@@ -612,13 +661,18 @@ def make_runners(
     verify = model.forward([LayerCall(index) for index in later], first.features, taps=taps)
     target: ModelRunner
     draft: ModelRunner
-    short = ShortExitPass.of(weights.layers, run, first)
+    short = ShortPass.of_exit(weights.layers, run, first)
+    short_target = ShortPass.of_target(verify, run, first)
+    if short_target is not None:
+        verify = short_target.or_else(verify)
     if weights.layers.is_joined:
         target = FeatureRunner(model, verify, model.new_cache(later), penalties())
         draft = ExitRunner(model, penalties(), weights.layers, first.features, target, short)
     else:
         target = ModelRunner(model, penalties(), verify, model.new_cache(later))
-        forward = weights.layers.forward(first.features, short)
+        forward = weights.layers.forward(first.features)
+        if short is not None:
+            forward = short.or_else(forward)
         draft = ModelRunner(model, penalties(), forward, weights.layers.new_cache())
     predictor = (
         None if weights.predictor is None else ExitAcceptancePredictor(target, weights.predictor)

@@ -386,31 +386,40 @@ class FeatureRunner(ModelRunner):
         cached.switch_to(later.context)
         # otherwise all tokens of the pass are cached, and a cached draft can stay
         if later.last > cached.committed:
-            cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
+            self._forget_other_drafts(later)
             for earlier in cached.missing_passes(later.context, later.draft, later.last):
                 self._forward(earlier, 1)
         self._reduce_held()
         return self._rows.kept[later.first : later.last]
 
-    def resume(self, later: ForwardPass) -> int | None:
-        """Prepares for a function that runs this runner's layers on the tokens of the pass `later`
-        and writes their keys and values to its cache; `ran` has to follow.
+    def resume(self, later: ForwardPass) -> tuple[int, int] | None:
+        """Prepares for a function that runs this runner's layers on those tokens of the pass
+        `later` that the KV cache lacks, and writes their keys and values to it; `ran` follows.
 
-        Returns the address for the features of these tokens [n, width], or None if a token before
-        them is not cached.
+        Returns the address of the features of the n tokens [n, width], and how many of these are
+        there already, the first ones. None if a token before the pass is not cached.
         """
         rows = self._rows
         cache = self.cache
+        cached = self._cached
         assert isinstance(cache, KVBuffer)
-        if not rows.kept.numel() or not self._cached.resume(later):
+        if not rows.kept.numel():
             return None
-        cache.length = later.first
+        self._forget_other_drafts(later)
+        begin = min(cached.length, later.last)
+        if begin < later.first:
+            return None
+        cache.length = begin
         cache.make_room(later.last)
-        rows.make_room(later.first, later.last, rows.kept, cache.capacity)
-        return rows.address(later.first)
+        rows.make_room(begin, later.last, rows.kept, cache.capacity)
+        return rows.address(later.first), begin - later.first
+
+    def _forget_other_drafts(self, later: ForwardPass) -> None:
+        """Counts only tokens of the context and the draft of the pass `later` as cached."""
+        self._cached.truncate_for(later.context, later.draft, len(later.draft.tokens) + 1)
 
     def ran(self, later: ForwardPass) -> None:
-        """Says that the tokens of `later` were run, after `resume`."""
+        """Says that the tokens of `later` have run, after `resume`."""
         self._cached.ran(later)
         self.forward_count += 1
 
