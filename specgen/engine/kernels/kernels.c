@@ -427,14 +427,21 @@ INLINE void finish(const product_call *call, long row, long block, vec sum)
     }
 }
 
-/* Fetches the weights that are read AHEAD bytes later. Of AMD's processors the first cache waits for
- * few lines at once: there, into the second one. */
-#define AHEAD 2048
+/* Fetches the weights that are read `ahead` bytes later. Of AMD's processors the first cache waits
+ * for few lines at once: there, into the second one. */
 #ifdef FETCH_INTO_L2
-#define FETCH(p) _mm_prefetch((const char *)(p) + AHEAD, _MM_HINT_T1)
+#define FETCH(p, ahead) _mm_prefetch((const char *)(p) + (ahead), _MM_HINT_T1)
 #else
-#define FETCH(p) _mm_prefetch((const char *)(p) + AHEAD, _MM_HINT_T0)
+#define FETCH(p, ahead) _mm_prefetch((const char *)(p) + (ahead), _MM_HINT_T0)
 #endif
+
+/* How far from byte `at` of a block the weights are that are read AHEAD bytes later, where `blocks`
+ * of `size` bytes are read side by side: after the end of each comes a block of the next tile. */
+#define AHEAD 2048
+INLINE long ahead_of(long at, long size, long blocks)
+{
+    return at + AHEAD < size ? AHEAD : AHEAD + (blocks - 1) * size;
+}
 
 /* The two weights of a pair of inputs, for a block. */
 #define PAIR_FLOAT32(p) even = v_load(p), odd = v_load((p) + LANES)
@@ -453,14 +460,16 @@ INLINE void finish(const product_call *call, long row, long block, vec sum)
         const ivec high = i_all((int32_t)0xffff0000);                                          \
         ivec pair;                                                                             \
         (void)high, (void)pair;                                                                \
+        const long step = LANES * (long)sizeof(TYPE); /* bytes of an input in a block */       \
         UNROLL for (int r = 0; r < R; r++) x[r] = call->input + (row + r) * call->input_stride;\
         UNROLL for (int r = 0; r < R; r++)                                                     \
             UNROLL for (int b = 0; b < B; b++) sums[r][b] = v_zero();                          \
         for (long k = 0; k < inputs; k += 2, weights += 2 * LANES) {                           \
+            const long ahead = ahead_of(k * step, inputs * step, B);                           \
             UNROLL for (int b = 0; b < B; b++) {                                               \
                 vec even, odd;                                                                 \
                 const TYPE *p = weights + b * inputs * LANES;                                  \
-                FETCH(p);                                                                      \
+                FETCH(p, ahead);                                                               \
                 PAIR(p);                                                                       \
                 UNROLL for (int r = 0; r < R; r++) {                                           \
                     sums[r][b] = v_fma(even, v_all(x[r][k]), sums[r][b]);                      \
@@ -525,6 +534,7 @@ INLINE int32_t four(const int8_t *p)
             const int8_t *x = call->rounded.integers + first_row * GROUP;                      \
             const float *x_scales = call->rounded.scales + first_row;                          \
             const int32_t *x_sums = call->rounded.sums + first_row;                            \
+            const long ahead = ahead_of(group * bytes, groups * bytes, B);                     \
             UNROLL for (int b = 0; b < B; b++) {                                               \
                 long index = (block + b) * groups + group;                                     \
                 const uint8_t *data = (const uint8_t *)weight->data + index * bytes;           \
@@ -534,7 +544,7 @@ INLINE int32_t four(const int8_t *p)
                 if (KIND == INT4_MINIMUM) {                                                    \
                     for (int step = 0; step < 4; step++) {                              \
                         ivec both = i_load(data + step * 4 * LANES);                           \
-                        FETCH(data + step * 4 * LANES);                                        \
+                        FETCH(data + step * 4 * LANES, ahead);                                 \
                         ivec low = i_and(both, i_all(0x0f0f0f0f));                             \
                         ivec top = i_and(i_right(both, 4), i_all(0x0f0f0f0f));                 \
                         UNROLL for (int r = 0; r < R; r++) {                                   \
@@ -546,7 +556,7 @@ INLINE int32_t four(const int8_t *p)
                 } else {                                                                       \
                     for (int step = 0; step < 8; step++) {                              \
                         ivec w = i_load(data + step * 4 * LANES);                              \
-                        FETCH(data + step * 4 * LANES);                                        \
+                        FETCH(data + step * 4 * LANES, ahead);                                 \
                         ivec first = KIND == INT8 ? FIRST(w) : w;                              \
                         (void)first;                                                           \
                         UNROLL for (int r = 0; r < R; r++) {                                   \
@@ -666,15 +676,18 @@ static void tiles_of_blocks(const product_call *call, long first, long last)
         const ivec high = i_all((int32_t)0xffff0000);                                          \
         ivec pair;                                                                             \
         (void)high, (void)pair;                                                                \
-        for (long k = 0; k < count; k += 2)                                                    \
+        const long step = LANES * (long)sizeof(TYPE);                                          \
+        for (long k = 0; k < count; k += 2) {                                                  \
+            const long ahead = ahead_of((first + k) * step, inputs * step, PANEL_BLOCKS);      \
             UNROLL for (int b = 0; b < PANEL_BLOCKS; b++) {                                    \
                 vec even, odd;                                                                 \
                 const TYPE *p = weights + (b * inputs + k) * LANES;                            \
-                FETCH(p);                                                                      \
+                FETCH(p, ahead);                                                               \
                 PAIR(p);                                                                       \
                 v_store(panel + k * PANEL_LANES + b * LANES, even);                            \
                 v_store(panel + (k + 1) * PANEL_LANES + b * LANES, odd);                       \
             }                                                                                  \
+        }                                                                                      \
     }
 
 UNPACK(float32, float, PAIR_FLOAT32)
