@@ -97,7 +97,9 @@ def test_without_kernels_a_tokens_logits_are_the_same_in_a_chain_and_in_a_tree()
 
 def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -> None:
     """Long outputs: with attention in float32, a draft tree changes a token of one output in
-    three."""
+    three. Costs are given: by measured ones, a busy machine may draft nothing."""
+    costs = {"draft_cost": 0.1, "verify_cost": 0.02}
+    settings = {"eesd": costs, "adaptive": costs}
     sampling = SamplingParams(max_new_tokens=48, ignore_eos=True)
     with specgen.load(device="cpu", dtype="int8") as pair:
         assert pair.draft is not None
@@ -105,7 +107,7 @@ def test_the_bundled_pairs_heads_and_exit_layer_draft_for_the_rounded_target() -
         for text in ("def mean(numbers):", "Once upon a time"):
             expected = pair.generate(text, "ar", sampling).token_ids
             for name in ("eagle", "medusa", "eesd", "eesd-tree", "glide", "adaptive"):
-                found = pair.generate(text, name, sampling)
+                found = pair.generate(text, name, sampling, **settings.get(name, {}))
                 assert found.token_ids == expected, name
                 assert found.summary["accepted"] > 0, name
 
