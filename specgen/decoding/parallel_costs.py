@@ -28,7 +28,7 @@ _LEAST_PASS = 1e-9  # seconds: a stored profile may say 0
 _PERIOD = 16  # rounds after which a run decides again whether passes overlap
 _PATIENCE = 4  # periods in turn before overlapping is tried again; then twice as many, and so on
 _SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
-HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
+_HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +227,12 @@ class ParallelCosts:
         }
 
 
+def acceptance_of(accepted: int, rejected: int) -> float:
+    """Returns the share of judged tokens that were accepted, below 1 as `ParallelCosts` needs
+    it."""
+    return min(accepted / max(accepted + rejected, 1), _HIGHEST_ACCEPTANCE)
+
+
 @dataclass(slots=True)
 class Overlapping:
     """Decides in a run of PEARL whether the models' passes go on overlapping, by the seconds that
@@ -306,8 +312,7 @@ class Overlapping:
     def _faster_length(self, seconds: float) -> int | None:
         """Returns the length of drafts with which turns are faster than overlapping passes, which
         took so many seconds for each token; None if none is."""
-        acceptance = self._accepted / max(self._accepted + self._rejected, 1)
-        acceptance = min(acceptance, HIGHEST_ACCEPTANCE)
+        acceptance = acceptance_of(self._accepted, self._rejected)
         length = min(self.costs.fastest_in_turn(acceptance), self.longest)
         in_turn = self._in_turn
         if in_turn is None:

@@ -216,8 +216,8 @@ class CopyingPolicy(LengthPolicy):
         self._drafts = _FIRST_DRAFTS
         # acceptances of the tokens to copy, None unless text is copied in this round
         self._copied: list[float] | None = None
-        # the probability that all of these are accepted, and the token after them, if it is too
-        # unlikely
+        # the probability that all of these are accepted; below `_LEAST_PATH` if it includes the
+        # token after them, which is then too unlikely to be copied
         self._path = 1.0
 
     @property

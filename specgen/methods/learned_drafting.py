@@ -526,10 +526,10 @@ class Learned:
     they are computed. `cost` and `tokens` are sums over rounds, from which the worth of a token is
     computed. `gain` and `drafts` are sums over the draft model's drafts: what they gained, and
     their number. In all sums, older rounds count less. Costs and gains are in units of a target
-    pass over one token. The mean gain begins at an assumed value,
-    which counts as `trust` drafts. `trust` falls with each draft of which nothing is accepted, so
-    that drafts of a useless model are tried ever more rarely. `guard` and `lookup_guard` pause
-    drafting by the model and by prompt lookup after losses.
+    pass over one token. The mean gain begins at an assumed value, which counts as `trust` drafts.
+    `trust` falls with each draft of which nothing is accepted, so that drafts of a useless model
+    are tried ever more rarely. `guard` and `lookup_guard` pause drafting by the model and by prompt
+    lookup after losses.
     """
 
     cost: float

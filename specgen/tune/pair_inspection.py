@@ -19,7 +19,7 @@ from specgen.base.model_options import ModelOptions
 from specgen.base.part_kinds import EXIT, HEADS, MTP, training_command
 from specgen.base.types import Context, SamplingParams
 from specgen.decoding.costs import ACCEPTANCES, WIDTHS, SpeedupModel
-from specgen.decoding.parallel_costs import HIGHEST_ACCEPTANCE, ParallelCosts
+from specgen.decoding.parallel_costs import ParallelCosts, acceptance_of
 from specgen.engine.block_runner import LONGEST_DRAFT
 from specgen.engine.devices import ThreadChoice, free_memory
 from specgen.engine.hub import head_folder
@@ -500,8 +500,7 @@ def try_overlapping(
                 if round_.mode != "prefill":
                     figures[name].add(round_)
     pearl = figures["pearl"]
-    acceptance = pearl.accepted / max(pearl.accepted + pearl.rejections, 1)
-    acceptance = min(acceptance, HIGHEST_ACCEPTANCE)
+    acceptance = acceptance_of(pearl.accepted, pearl.rejections)
     speeds = {name: own.new_tokens / own.seconds for name, own in figures.items()}
     return OverlapTrial(
         speeds["pearl"] / speeds["sd"], costs.gain(acceptance, length), acceptance, length, run
