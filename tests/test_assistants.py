@@ -22,6 +22,9 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 import specgen
 from specgen.base.errors import SpecgenError
 from specgen.base.types import Context, SamplingParams
+from specgen.tune.exports.choice import export
+from specgen.tune.exports.loaded_pair import exported_models
+from specgen.tune.outcome import Candidate
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Gemma4TextConfig, "kv_sharing_modes"),
@@ -180,6 +183,28 @@ def test_an_assistant_beside_the_target_is_found_and_named(models: Any) -> None:
         specgen.load(
             str(folder / "t"), str(folder / "a"), backend="transformers", device="cpu"
         ).generate([4, 5], "mtp")
+
+
+def test_the_exported_lines_for_transformers_run(
+    models: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, folder = models(0, ordered=False)
+    pair = specgen.load(str(folder / "t"), str(folder / "a"), device="cpu", dtype="float32")
+    exported = exported_models(pair, "transformers", ["mtp"], SamplingParams(), None)
+    assert exported.heads["mtp"].drafter == "assistant"
+    text, _ = export("transformers", {"mtp": Candidate("mtp", {"k": 3}, 9.0)}, "mtp", exported)
+    passes = list[None]()
+    original: Callable[..., Any] = Gemma4AssistantForCausalLM.forward
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        passes.append(None)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Gemma4AssistantForCausalLM, "forward", counted)
+    exec(text, {})
+    assert len(passes) > 3
+    prompt = "def fibonacci(n):"
+    assert pair.generate(prompt, "ar", max_new_tokens=64).text in capsys.readouterr().out
 
 
 BAD: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None]]] = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from families import IS_OLD_TRANSFORMERS, LETTERS, make_model, make_tokenizer, save
+from part_references import add_drafting_layers, weakened
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers import models as families
+from transformers.generation.candidate_generator import MTPCandidateGenerator
 from tuning_helpers import outcome
 
+import specgen
 from specgen import demo
 from specgen.base.errors import SpecgenError
 from specgen.base.types import SamplingParams
@@ -400,6 +404,39 @@ def test_the_lines_for_transformers_run(
     assert capsys.readouterr().out.startswith(
         prompt + demo_pair.generate(prompt, "ar", max_new_tokens=6).text
     )
+
+
+@pytest.mark.skipif(
+    IS_OLD_TRANSFORMERS, reason="this version of transformers does not run MTP layers"
+)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_lines_for_transformers_run_mtp_layers(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = weakened(make_model("glm4_moe"))
+    folder = save(model, tmp_path, make_tokenizer(LETTERS))
+    add_drafting_layers(model, tmp_path, layers=layers)
+    # it finds drafting layers by the published models' numbers of layers
+    found = [rf"model\.layers\.{model.config.num_hidden_layers + k}\..*" for k in range(layers)]
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", found)
+    pair = specgen.load(folder, device="cpu", dtype="float32")
+    models = exported_models(pair, "transformers", ["mtp"], SamplingParams(), None)
+    assert models.heads["mtp"].layers == layers
+    text, _ = export("transformers", {"mtp": Candidate("mtp", {}, 9.0)}, "mtp", models)
+    drafts = list[int]()
+    original: Callable[..., Any] = MTPCandidateGenerator.get_candidates
+
+    def counted(self: Any, ids: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        found = original(self, ids, *arguments, **options)
+        drafts.append(found[0].shape[1] - ids.shape[1])
+        return found
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", counted)
+    exec(text, {})
+    assert set(drafts[1:-layers]) == {layers}
+    printed = capsys.readouterr().out
+    assert printed.startswith("def fibonacci")
+    assert pair.generate("def fibonacci(n):", "ar", max_new_tokens=64).text in printed
 
 
 def test_the_plain_lines_for_transformers_run(
