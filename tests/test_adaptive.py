@@ -601,6 +601,30 @@ def test_costs_that_forbid_drafts_are_tried_again(seconds: float, pauses: list[i
     assert bool(found) == bool(pauses)
 
 
+def test_long_pauses_estimate_the_costs_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But still find a target that has become slower: the same draft then costs less of a pass."""
+    estimated = list[int]()
+    estimate = LearnedCosts._estimate
+
+    def counted(timed: LearnedCosts) -> DraftingCosts:
+        estimated.append(timed.rounds)
+        return estimate(timed)
+
+    monkeypatch.setattr(LearnedCosts, "_estimate", counted)
+    timed = LearnedCosts(GUESSES[0])
+    for _ in range(32):
+        timed.add(1, 1.0, 1, 1.0)
+    assert timed.costs.draft == pytest.approx(1.0, rel=0.1)
+
+    for _ in range(_LAST_PASSES):
+        timed.add(0, 0.0, 0, 1.0)
+    estimated.clear()
+    for _ in range(4 * _LAST_PASSES):
+        timed.add(0, 0.0, 0, 4.0)
+    assert len(estimated) == 4
+    assert timed._estimate().draft == pytest.approx(0.25, rel=0.2)
+
+
 @pytest.mark.parametrize(
     "machine", [(GUESSES[0], 0.05), (GUESSES[2], 0.0)], ids=["model", "lookup"]
 )

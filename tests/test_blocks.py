@@ -233,6 +233,38 @@ def test_adaptive_counts_one_pass_a_draft_where_this_pass_drafts_a_block(tmp_pat
         assert start_cost(pair, "sd") > 0
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["block", "block:nodes=8", "medusa", "medusa:nodes=0", "eagle", "eagle:width=1", "glide"],
+)
+def test_a_round_without_a_draft_runs_no_head(
+    demo_pair: Pair, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a tree is drafted from rows that are all computed at once."""
+    passes = 0
+
+    def counted(run: Any) -> Any:
+        def logits(*arguments: Any, **options: Any) -> ModelOutput:
+            nonlocal passes
+            passes += 1
+            return run(*arguments, **options)
+
+        return logits
+
+    runners = demo_pair.parts.runners(written.partition(":")[0])
+    assert runners is not None
+    assert runners.draft is not None
+    monkeypatch.setattr(runners.draft, "logits", counted(runners.draft.logits))
+    for cost in (0.0, 10.0):
+        settings = {"policy": "adaptive", "draft_cost": cost, "verify_cost": 0.0}
+        passes = 0
+        result = demo_pair.generate(
+            "def f(x):", written, SamplingParams(max_new_tokens=6), **settings
+        )
+        has_drafted = any(round_.draft.tokens for round_ in result.rounds)
+        assert (passes > 0, has_drafted) == (cost == 0, cost == 0)
+
+
 def random_dflash2(folder: Path, **sizes: Any) -> Path:
     """A random DFlash2 head for the bundled target."""
     return write_head(folder, "block-dflash2", demo.folder("target"), causal=False, **sizes)

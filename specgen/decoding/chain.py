@@ -19,7 +19,9 @@ from specgen.decoding.policy_base import (
     DraftedToken,
     LengthPolicy,
     Signals,
+    begins_draft,
     comparison,
+    continue_draft,
     extend_draft,
 )
 from specgen.engine.block_runner import BlockRunner
@@ -112,6 +114,9 @@ class ModelDrafter(DraftModelUser):
     ) -> Draft:
         """Drafts at most `limit` tokens, each known here before the next one. `tokens` are those to
         draft after, of which the first ones are `unverified`, and get the drafted ones."""
+        if not begins_draft(policy, unverified=unverified):
+            return Draft(stop_reason=self._reason(policy.reason, limit))
+
         scores = self._scores(policy, context)
         candidates = 1 + _MOST_CANDIDATES if self._cape else 0
         chain = HostChain(self._setup, self._generator, policy.signals, candidates)
@@ -146,7 +151,7 @@ class ModelDrafter(DraftModelUser):
             is_cut = show is not None and not show(position - 1, tokens[-1])
             return "eos" if tokens[-1] in self._eos_ids else token
 
-        reason = extend_draft(policy, limit, extend, unverified=unverified)
+        reason = continue_draft(policy, limit, extend)
         draft = chain.draft(self._reason(reason, limit))
         return with_candidates(draft, chain.likeliest) if self._cape else draft
 

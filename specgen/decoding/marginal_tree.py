@@ -14,7 +14,13 @@ from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Setup
-from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import (
+    DraftedToken,
+    LengthPolicy,
+    Signals,
+    begins_draft,
+    continue_draft,
+)
 from specgen.decoding.tree import Tree
 from specgen.engine.devices import inference
 
@@ -114,6 +120,9 @@ class MarginalTreeDrafter(DraftModelUser):
         limit = min(self._room(context, limit), policy.most_levels)
         if limit < 1:
             return Draft()
+        if not begins_draft(policy):
+            return Draft(stop_reason=policy.reason)
+
         levels = self._fixed_levels(limit)
         limit = len(levels) or limit
         # any tokens do for the first call: without penalties, no token changes the logits
@@ -146,7 +155,7 @@ class MarginalTreeDrafter(DraftModelUser):
             values = {name: head.signals[name] for name in policy.signals if name in head.signals}
             return DraftedToken(position, values, len(tree) - before)
 
-        reason = extend_draft(policy, limit, extend)
+        reason = continue_draft(policy, limit, extend)
         if reason == "length" and limit == len(levels):
             reason = f"depth {limit}"
         logits = None

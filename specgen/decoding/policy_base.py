@@ -298,17 +298,44 @@ def extend_draft(
     """Extends a draft until it has `limit` tokens (levels, for a tree) or the policy ends it.
     Returns the reason for the end.
 
-    Drafts nothing if the policy does not start a draft. `extend(position)` drafts the token or
-    level with this number, from 1. It returns the token for the policy to judge, or a string, which
-    ends the draft without asking the policy and is the reason, such as `eos`. At `limit` the reason
-    is `length`. `unverified`, `known` (as `signals`) and `is_last` are passed to
+    Drafts nothing if the policy does not start a draft: see `begins_draft`, which has the other
+    arguments, and `continue_draft`.
+    """
+    if not begins_draft(policy, unverified=unverified, known=known, is_last=is_last):
+        return policy.reason
+    return continue_draft(policy, limit, extend)
+
+
+def begins_draft(
+    policy: LengthPolicy,
+    *,
+    unverified: int = 0,
+    known: Mapping[str, float] = NO_SIGNALS,
+    is_last: bool = True,
+) -> bool:
+    """Returns whether the policy starts a draft; if not, `policy.reason` says why.
+
+    A drafter asks before it prepares anything, so that a round without a draft takes hardly longer
+    than in plain decoding. `unverified`, `known` (as `signals`) and `is_last` are passed to
     `LengthPolicy.starts_draft`. The time that the policy takes is added to `policy.seconds`.
     """
     start = perf_counter()
     drafts = policy.starts_draft(unverified=unverified, signals=known, is_last=is_last)
     policy.seconds += perf_counter() - start
-    if not drafts:
-        return policy.reason
+    return drafts
+
+
+def continue_draft(
+    policy: LengthPolicy, limit: int, extend: Callable[[int], DraftedToken | str]
+) -> str:
+    """Extends a draft that has begun, until it has `limit` tokens (levels, for a tree) or the
+    policy ends it. Returns the reason for the end.
+
+    `extend(position)` drafts the token or level with this number, from 1. It returns the token for
+    the policy to judge, or a string, which ends the draft without asking the policy and is the
+    reason, such as `eos`. At `limit` the reason is `length`. The time that the policy takes is
+    added to `policy.seconds`.
+    """
     for position in range(1, limit + 1):
         token = extend(position)
         if isinstance(token, str):

@@ -13,7 +13,13 @@ from specgen.base.errors import nan_logits
 from specgen.base.types import Context, Draft
 from specgen.decoding import token_sampling
 from specgen.decoding.drafting import NO_CANDIDATES, DraftModelUser, Scores, Setup
-from specgen.decoding.policy_base import DraftedToken, LengthPolicy, Signals, extend_draft
+from specgen.decoding.policy_base import (
+    DraftedToken,
+    LengthPolicy,
+    Signals,
+    begins_draft,
+    continue_draft,
+)
 from specgen.engine.devices import inference, upload
 
 
@@ -218,6 +224,9 @@ class TopKTreeDrafter(DraftModelUser):
         limit = self._room(context, limit, forced)
         if limit < 1:
             return Draft()
+        if not begins_draft(policy):
+            return Draft(stop_reason=self._reason(policy.reason, limit))
+
         scores = self._scores(policy, context)
         tree = DraftTree(self._setup, context, forced)
         candidates = list[_Candidate]()
@@ -233,7 +242,7 @@ class TopKTreeDrafter(DraftModelUser):
             added = min(len(candidates), most) - min(before, most)
             return DraftedToken(position, values, added) if alive else "eos"
 
-        reason = self._reason(extend_draft(policy, limit, extend), limit)
+        reason = self._reason(continue_draft(policy, limit, extend), limit)
         if self._nodes is None:
             return tree.draft(reason)
         # sorting keeps equally likely candidates in their order

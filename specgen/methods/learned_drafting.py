@@ -50,10 +50,11 @@ _LONGEST = 1e9
 _LAST_PASSES = 64
 _LAST_DRAFTS = 32
 _OUTLIER = 3.0  # a time counts as at most this many times the usual one
-# each of the first rounds changes the costs, later every eighth: it takes as long as drafting a
-# token
+# each of the first rounds changes the costs, later every eighth, and in long pauses, in which only
+# the unit of costs changes, every 64th: it takes as long as drafting a token
 _EACH = 16
 _EVERY = 8
+_EVERY_IDLE = _LAST_PASSES
 # target passes: a draft that is usually shorter may take this many times `_OUTLIER` too
 _LEAST_DRAFT = 0.1
 # if the first token costs more than this many further ones, the drafter makes all in one pass
@@ -228,7 +229,7 @@ class LearnedCosts:
             self._passes.append((tokens, verification))
             if levels and _SHORTEST < drafting < _LONGEST:
                 self._drafts.append((levels, drafting))
-            if self.rounds <= _EACH or self.rounds % _EVERY == 0 or was_trial:
+            if was_trial or self._is_due:
                 self.costs = self._estimate()
             if self._refused and has_drafted and self.costs == self.costs.at_most(_TRIAL):
                 self._refused = 0
@@ -269,6 +270,14 @@ class LearnedCosts:
         """
         doublings = self._refused // _EQUAL_TRIALS
         return self._idle >= min(_TRIAL_INTERVAL << min(doublings, 10), LONGEST_PAUSE)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the costs are to be estimated after this round."""
+        if self.rounds <= _EACH:
+            return True
+        every = _EVERY if self._idle < _LAST_PASSES else _EVERY_IDLE
+        return self.rounds % every == 0
 
     def _estimate(self) -> DraftingCosts:
         guess = self.guess
