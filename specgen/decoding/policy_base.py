@@ -315,8 +315,8 @@ def begins_draft(
 ) -> bool:
     """Returns whether the policy starts a draft; if not, `policy.reason` says why.
 
-    A drafter asks before it prepares anything, so that a round without a draft takes hardly longer
-    than in plain decoding. `unverified`, `known` (as `signals`) and `is_last` are passed to
+    A drafter asks before it prepares anything, so that a round without a draft takes no longer than
+    it has to. `unverified`, `known` (as `signals`) and `is_last` are passed to
     `LengthPolicy.starts_draft`. The time that the policy takes is added to `policy.seconds`.
     """
     start = perf_counter()
