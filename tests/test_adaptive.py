@@ -24,7 +24,7 @@ from specgen.compare.prompts import load_prompts
 from specgen.decoding.costs import FURTHER_TOKEN, CostTable, Curve, RoundCosts
 from specgen.decoding.parallel import Parallel
 from specgen.decoding.parallel_costs import Window
-from specgen.decoding.policy_base import DraftedToken
+from specgen.decoding.policy_base import MATCH_LENGTH, DraftedToken
 from specgen.methods import adaptive
 from specgen.methods.adaptive import Adaptive, features
 from specgen.methods.drafting_knowledge import AUTO
@@ -177,6 +177,14 @@ def test_it_stops_where_the_next_token_is_not_worth_its_cost(
         )
     short = policy(max_draft=3)
     assert (draft(short, *[SURE] * 9), short.reason) == (3, "limit 3")
+
+
+def test_a_refused_copy_says_why_unless_the_model_is_asked_next() -> None:
+    made = policy(DraftingCosts(0.05, 0.9))
+    assert not made.starts_draft(signals={MATCH_LENGTH: 1}, is_last=False)
+    assert made.reason == "", "no text is made that nobody reads"
+    assert not made.starts_draft(signals={MATCH_LENGTH: 1}, is_last=True)
+    assert made.reason.startswith("no draft: gain ")
 
 
 def test_useless_drafts_get_rare_and_return_when_they_are_accepted() -> None:

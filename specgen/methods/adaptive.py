@@ -21,7 +21,7 @@ follows, only if prompt lookup is expected to gain more.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -167,7 +167,7 @@ class Adaptive(LengthPolicy):
         self._exploration = exploration
         self.max_draft = max_draft
         self.signals = self.preferred_signals
-        self.predictions: Sequence[float] = []
+        self.predictions: list[float] = []
         # the drafted tokens that are not judged yet; in PEARL also those of earlier rounds
         self._steps: list[_Step] = []
         # the `_FOLLOWING` score of the drafted token before these, None if there is none
@@ -191,7 +191,7 @@ class Adaptive(LengthPolicy):
         if MATCH_LENGTH in signals:
             other = 0.0 if is_last or learned.guard.left else max(0.0, self._model_gain)
             return not self._pauses(learned.lookup_guard) and self._copies(
-                int(signals[MATCH_LENGTH]), other
+                int(signals[MATCH_LENGTH]), other, is_last=is_last
             )
         del self._steps[unverified:]
         self._survival = math.prod(acceptance for _, _, acceptance in self._steps)
@@ -201,9 +201,12 @@ class Adaptive(LengthPolicy):
             cost = self._costs.of_further(1, 1)
             self.block_levels = learned.levels.longest(learned.worth, cost, self.max_draft)
         # in PEARL the first token costs nothing: the pass that runs now judges it
-        if self._in_parallel or self._model_gain > 0:
+        if self._in_parallel:
             return True
-        self.reason = f"no draft: gain {comparison(self._model_gain, '<', 0.0)}"
+        gain = self._model_gain
+        if gain > 0:
+            return True
+        self.reason = f"no draft: gain {comparison(gain, '<', 0.0)}"
         return False
 
     @property
@@ -220,30 +223,39 @@ class Adaptive(LengthPolicy):
         self.reason = "no draft: paused" + (f", {guard.left} more rounds" if guard.left else "")
         return True
 
-    def _copies(self, match_length: int, other_gain: float) -> bool:
+    def _copies(self, match_length: int, other_gain: float, *, is_last: bool) -> bool:
         """Whether prompt lookup drafts: only if this is expected to gain more than `other_gain`, in
-        units of a target pass.
+        units of a target pass. If not, `reason` says why if it `is_last`; otherwise the next
+        drafter gives a reason.
 
         The copied tokens cost nothing to draft, and the acceptance of each is predicted before:
         from the number of tokens before it that equal those before the token that it copies.
         """
+        learned = self.learned
         copied = list[float]()
         gain = -self._costs.verify_start
         survival = 1.0
         cost = self._costs.verify
-        self.reason = f"limit {self.max_draft}"
-        for acceptance in islice(self.learned.lookup.of_matches(match_length), self.max_draft):
+        least = max(cost, _UNLIKELY)
+        worth = 0.0
+        for acceptance in islice(learned.lookup.of_matches(match_length), self.max_draft):
             survival *= acceptance
-            worth = survival * self.learned.worth
-            if worth <= max(cost, _UNLIKELY):  # each token after it is worth less
-                self.reason = f"gain {comparison(worth, '< cost', cost)}"
+            worth = survival * learned.worth
+            if worth <= least:  # each token after it is worth less
                 break
             copied.append(acceptance)
             gain += worth - cost
-        if gain > other_gain:
+
+        is_copied = gain > other_gain
+        if is_copied or is_last:
+            self.reason = f"limit {self.max_draft}"
+            if worth <= least:
+                self.reason = f"gain {comparison(worth, '< cost', cost)}"
+        if is_copied:
             self._copied = self.predictions = copied
             return True
-        self.reason = f"no draft: {self.reason}"
+        if is_last:
+            self.reason = f"no draft: {self.reason}"
         return False
 
     def keep_drafting(self, token: DraftedToken) -> bool:
@@ -258,7 +270,7 @@ class Adaptive(LengthPolicy):
         following_score = f0 + f1 * x1 + f2 * x2 + f3 * x3
         acceptance = learned.token.predict(score)
         self._steps.append((score, following_score, acceptance))
-        self.predictions = [*self.predictions, acceptance]
+        self.predictions.append(acceptance)
         self._survival *= acceptance
         self._tokens += token.nodes
         gain = self._survival * learned.following.predict(following_score) * learned.worth * OPTION
