@@ -264,11 +264,11 @@ class Measurement:
                 self._show_speedups(simulator)
 
     def _show_calibration(self, simulator: CountingSimulator) -> None:
-        temperature = self._samplings[0].temperature
+        sampling = _sampling_name(self._samplings[0])
         for costs in self._costs:
             self._simulate(simulator, self._adaptive(costs), costs)
             rounds = [round_ for run in simulator.rounds for round_ in run]
-            where = f"{self._drafter}, temperature {temperature:g}, draft cost {costs.draft:g}"
+            where = f"{self._drafter}, {sampling}, draft cost {costs.draft:g}"
             for name, predictions in PREDICTIONS.items():
                 judged = [pair for round_ in rounds for pair in predictions(round_)]
                 print(f"\n{where}: {name}")
@@ -292,7 +292,7 @@ class Measurement:
         tokens = sum(fixed["sd:k=5"], Counts()).tokens
         amount = f"{len(self._prompts)} prompts, {runs} runs, {tokens} tokens"
         print(
-            f"\n{self._drafter}, temperature {sampling.temperature:g}: {amount}, "
+            f"\n{self._drafter}, {_sampling_name(sampling)}: {amount}, "
             f"verification cost {self._costs[0].verify:g}"
         )
         print(
@@ -421,6 +421,16 @@ class Measurement:
             else:
                 _write_noisy(draft, changed, keep=0.0, noise=1.0)
         return specgen.load(str(target), str(changed), device="cpu", dtype="float32")
+
+
+def _sampling_name(sampling: SamplingParams) -> str:
+    """Returns the temperature, and those filters that change the distribution."""
+    parts = [f"temperature {sampling.temperature:g}"]
+    if sampling.top_p < 1:
+        parts.append(f"top-p {sampling.top_p:g}")
+    if sampling.min_p > 0:
+        parts.append(f"min-p {sampling.min_p:g}")
+    return ", ".join(parts)
 
 
 def survivals(round_: Round) -> Iterator[Judged]:
