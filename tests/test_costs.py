@@ -298,10 +298,29 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     assert not any(in_turn[:18])
     assert all(in_turn[19:34]), "after what was drafted before the first turn"
 
+    later = near.prepare(near.request(PROMPTS[1], "pearl", sampling))
+    assert isinstance(later.schedule, Parallel)
+    assert later.schedule.overlapping is run.schedule.overlapping
+    later.schedule.overlapping.length_in_turn = 3
+    first = next(round_ for round_ in later.rounds() if round_.mode != "prefill")
+    assert "in turn" in (first.draft.stop_reason or ""), "the next run goes on so"
+
     seeded = replace(sampling, temperature=1.0, seed=3)
     run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
     assert isinstance(run.schedule, Parallel)
     assert run.schedule.overlapping is None, "no text of a seed depends on the clock"
+
+
+def test_short_runs_decide_together() -> None:
+    """Their first rounds wait for the prompt, and do not count."""
+    chooser = Overlapping(overlapping_or_not().costs, longest=40)
+    for _ in range(2):
+        chooser.begin()
+        chooser.add(round_of(1000.0))
+        for _ in range(8):
+            assert chooser.length_in_turn is None
+            chooser.add(round_of(6.0))
+    assert chooser.length_in_turn == 3
 
 
 def test_inspect_runs_pearl_beside_sd(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +30,7 @@ from specgen.engine.transformers.loading import load_module
 from specgen.train import distillation
 from specgen.train.corpus import Corpus, Use
 from specgen.train.joined_layers import chosen_layers, join, joined_draft
-from specgen.train.texts import Text
+from specgen.train.texts import Text, predicted
 
 TARGET = demo.folder("target")
 LAYERS = (0, 1, 10, 11)  # of the target's 12
@@ -139,6 +140,49 @@ def test_the_loss_compares_the_likely_tokens_alone(
     weights = dict(trained_draft._module.named_parameters())
     assert weights["model.layers.3.mlp.up_proj.weight"].grad.isfinite().all()
     assert weights[EMBEDDING].grad is None
+
+
+def test_text_that_is_generated_during_the_training_is_learned_too(
+    target: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "_COMPARED_TOKENS", 70)
+    prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
+    timed = replace(TINY, steps=None, seconds=600.0)
+    task = task_of(tmp_path, timed, Recorder(), prompts=Corpus(prompts))
+    trained_draft = objective("sd", task, target, None)
+    first, *later = written(target, prompts, 60, greedy=True, part=Use.TRAIN)
+    batches = trained_draft.start([first])
+    assert trained_draft.generates
+    held_out = first._replace(use=Use.HELD_OUT)
+
+    taught = trained_draft.learn([*later, held_out])
+    assert [text.ids for text in taught] == [text.ids for text in later]
+    numbers = trained_draft._numbers
+    for text, own in zip(later, taught, strict=True):
+        rows = torch.tensor(own.teacher)
+        found = predicted(target, text)
+        assert torch.equal(batches.top_k_ids[rows], numbers[found.top_k_ids.long()])
+        assert torch.equal(batches.top_k_log_probs[rows], found.top_k_log_probs)
+    assert trained_draft.learn([held_out]) == []
+
+
+@pytest.mark.parametrize(("steps", "free"), [(2, None), (None, 1000)])
+def test_a_target_that_generates_no_more_text_is_freed(
+    target: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int | None,
+    free: int | None,
+) -> None:
+    monkeypatch.setattr(distillation, "free_memory", lambda _: free)
+    prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
+    seconds = None if steps else 600.0
+    recipe = replace(TINY, steps=steps, seconds=seconds)
+    task = task_of(tmp_path, recipe, Recorder(), prompts=Corpus(prompts))
+    trained_draft = objective("sd", task, target, None)
+    trained_draft.start(written(target, prompts, 60, greedy=True, part=Use.TRAIN))
+    assert not trained_draft.generates
+    assert not target.model.layers
 
 
 def test_a_target_with_too_few_layers_is_refused(tmp_path: Path) -> None:

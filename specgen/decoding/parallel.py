@@ -103,7 +103,7 @@ class Parallel:
         self.drafter.ready()
 
     def __call__(self, run: Run) -> Iterator[Round]:
-        step = inference(self._step)
+        step = inference(self._as_decided()._step)
         with closing(self.drafter):
             self.drafter.prefill(run.context)
             yield run.prefill()
@@ -114,15 +114,15 @@ class Parallel:
                     yield round_
                     if self.overlapping is not None:
                         self.overlapping.add(round_)
-                        step = inference(self._as_decided(self.overlapping)._step)
+                        step = inference(self._as_decided()._step)
             finally:
                 if self.check is not None:
                     self.check.end()
 
-    def _as_decided(self, overlapping: Overlapping) -> Parallel:
+    def _as_decided(self) -> Parallel:
         """Returns the schedule of the next round: with drafts and target passes in turn, if that is
         faster."""
-        length = overlapping.length_in_turn
+        length = None if self.overlapping is None else self.overlapping.length_in_turn
         if length is None:
             return self
         window = Window(length, length)

@@ -235,16 +235,17 @@ def acceptance_of(accepted: int, rejected: int) -> float:
 
 @dataclass(slots=True)
 class Overlapping:
-    """Decides in a run of PEARL whether the models' passes go on overlapping, by the seconds that
-    its rounds take for each token.
+    """Decides in runs of PEARL whether the models' passes go on overlapping, by the seconds that
+    their rounds take for each token.
 
     After each `_PERIOD` rounds of overlapping passes these seconds are compared with those of
-    rounds in turn: the measured ones of this run, or before there are any, those that `costs` (with
-    times of passes of one model alone) predict for the share of tokens that was accepted. Where
-    overlapping is slower, the models take turns, until a period in turn takes longer for each token
-    than the last overlapping one. After `_PATIENCE` periods in turn overlapping is tried again,
-    because the last period with it may have been disturbed. `length_in_turn` is the length of
-    drafts, at most `longest`, while the models take turns; None while passes overlap.
+    rounds in turn: the measured ones, or before there are any, those that `costs` (with times of
+    passes of one model alone) predict for the share of tokens that was accepted. Where overlapping
+    is slower, the models take turns, until a period in turn takes longer for each token than the
+    last overlapping one. After `_PATIENCE` periods in turn overlapping is tried again, because the
+    last period with it may have been disturbed. `length_in_turn` is the length of drafts, at most
+    `longest`, while the models take turns; None while passes overlap. A run goes on as the last one
+    ended, also within a period: short runs decide together.
 
     The seconds of a period are medians, one for pre-verify and one for post-verify, each times its
     number of rounds, so that a few disturbed rounds do not decide. Tokens that a grammar forces do
@@ -266,11 +267,15 @@ class Overlapping:
     _patience: int = field(default=_PATIENCE, init=False)
     _left: int = field(default=0, init=False)  # periods in turn before overlapping is tried again
 
+    def begin(self) -> None:
+        """Begins a run: see `add`."""
+        self._has_begun = False
+
     def add(self, round_: Round) -> None:
         """Counts a round, and at the end of a period decides how the next one drafts.
 
-        Rounds without the drafter do not count, nor does the first one with it: it also waits for
-        the draft model's pass over the prompt.
+        Rounds without the drafter do not count, nor does the first one of a run with it: it also
+        waits for the draft model's pass over the prompt.
         """
         if round_.mode == "sequential":
             return

@@ -95,7 +95,7 @@ class RunTimes:
         settings = request.settings.with_value("window", costs.window.size)
         overlapping = None
         if may_take_turns and costs.expected_gain is not None:
-            overlapping = Overlapping(costs, window.longest)
+            overlapping = models.kept(PassTimes).overlapping(costs, window.longest)
         return cls(costs, window, settings, check, overlapping=overlapping)
 
     @property
@@ -161,6 +161,14 @@ class PassTimes:
 
     def __init__(self, models: Models) -> None:
         self._models = models
+        self._overlapping: dict[tuple[ParallelCosts, int], Overlapping] = {}
+
+    def overlapping(self, costs: ParallelCosts, longest: int) -> Overlapping:
+        """Returns what decides in a run with these costs, with drafts in turn of at most `longest`
+        tokens, whether passes overlap: as the last run with the same costs has left it."""
+        known = self._overlapping.setdefault((costs, longest), Overlapping(costs, longest))
+        known.begin()
+        return known
 
     def costs(
         self, context_length: int, sampling: SamplingParams, *, record: bool = False

@@ -14,9 +14,9 @@ Beyond the paper:
 - Any length policy may end a draft within the window.
 - Where both models slow each other down by more than the overlap hides, as on few cores, they take
   turns: from the beginning, if measured passes say so (`ParallelCosts.overlaps`, in this process),
-  or from some round on, if the run's own rounds do (`Overlapping`). Only with `window=auto`. In
-  runs that a seed repeats, whose text must not depend on the clock, the times in the profile decide
-  before the run.
+  or from some round on, if the rounds of this run and of those before it do (`Overlapping`). Only
+  with `window=auto`. In runs that a seed repeats, whose text must not depend on the clock, the
+  times in the profile decide before the run.
 
 A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
 of the tokens that are being verified: measured with one that was trained for the bundled target,

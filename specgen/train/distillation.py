@@ -33,7 +33,6 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ from torch import Tensor
 
 from specgen.base.errors import SpecgenError
 from specgen.base.files import DRAFT_DESCRIPTION, write_whole
-from specgen.engine.devices import DTYPES, inference
+from specgen.engine.devices import DTYPES, free_memory, inference
 from specgen.engine.draft_model import DraftModel
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.native.attention_mask import AttentionMask
@@ -85,6 +84,7 @@ _FEWEST_PREDICTED = 8  # texts, however short the time
 _MEASURED_TOKENS = 4096  # of held-out answers
 _PROGRESS_TOKENS = 1024  # of these, during the training
 _DEPTHS = 5  # tokens of a draft for which agreement is measured
+_BYTES_OF_TRAINING = 12  # of a weight's gradient and of the optimizer's two means
 _COMPARED_TOKENS = 8192  # at most, where the draft has the target's own LM head
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -115,20 +115,36 @@ class DraftBatches(TrainingBatches):
         context_limit: int,
     ) -> None:
         self._translation = translation
-        compared = [comparisons(translation, text, _MIN_MASS) for text in texts]
-        self.top_k_ids = torch.cat([comparison.top_k_ids for comparison in compared])
-        self.top_k_log_probs = torch.cat([comparison.log_probs for comparison in compared])
-        starts = accumulate((len(comparison.after) for comparison in compared), initial=0)
-        taught = []
-        for comparison, start in zip(compared, starts, strict=False):
-            teacher = torch.full_like(comparison.ids, IGNORED)
-            teacher[comparison.after] = torch.arange(start, start + len(comparison.after))
-            taught.append(Taught(comparison.ids.tolist(), teacher.tolist(), comparison.first))
+        self._numbers: Tensor | None = None  # see `number`
+        found = [comparisons(translation, text, _MIN_MASS) for text in texts]
+        self.top_k_ids = torch.cat([comparison.top_k_ids for comparison in found])
+        self.top_k_log_probs = torch.cat([comparison.log_probs for comparison in found])
+        taught = _taught(found, 0)
 
         of_target = sum(len(text.text.ids) for text in texts)
         longer = sum(len(text.ids) for text in taught) / of_target
         window = min(context_limit, math.ceil(task.recipe.window * max(1.0, longer)))
         super().__init__(task, taught, NOT_HELD_OUT, window)  # there is no predictor to train
+
+    def number(self, numbers: Tensor) -> None:
+        """Puts the tokens' `numbers` [vocabulary], -1 for tokens without one, in the place of those
+        in `top_k_ids`, also of texts that `compare` adds later."""
+        self._numbers = numbers
+        self.top_k_ids = numbers[self.top_k_ids.long()]
+
+    def compare(self, texts: Sequence[PredictedText]) -> list[Taught]:
+        """Adds the target's predictions on further texts. Returns the texts, for `add`."""
+        if not texts:
+            return []
+        found = [comparisons(self._translation, text, _MIN_MASS) for text in texts]
+        taught = _taught(found, len(self.top_k_ids))
+        ids = torch.cat([comparison.top_k_ids for comparison in found])
+        if self._numbers is not None:
+            ids = self._numbers[ids.long()]
+        self.top_k_ids = torch.cat((self.top_k_ids, ids))
+        log_probs = [comparison.log_probs for comparison in found]
+        self.top_k_log_probs = torch.cat((self.top_k_log_probs, *log_probs))
+        return taught
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
         sampled = super()._sample_corpus(rng, max_tokens)
@@ -138,13 +154,28 @@ class DraftBatches(TrainingBatches):
         return Taught(of_draft, [IGNORED] * len(of_draft))
 
 
+def _taught(found: Sequence[Comparisons], first_row: int) -> list[Taught]:
+    """Returns the texts of comparisons, whose rows stand one after the other from `first_row`
+    on."""
+    taught = []
+    row = first_row
+    for comparison in found:
+        count = len(comparison.after)
+        teacher = torch.full_like(comparison.ids, IGNORED)
+        teacher[comparison.after] = torch.arange(row, row + count)
+        taught.append(Taught(comparison.ids.tolist(), teacher.tolist(), comparison.first))
+        row += count
+    return taught
+
+
 class DraftObjective(Objective):
     """Distils a draft model: trains a copy of it in float32, run by transformers, and saves it in
     the dtype of its files.
 
     The loss is the divergence after tokens where the target's probabilities are known, and
     cross-entropy with the next token elsewhere. `start` frees the target's weights once its
-    predictions are computed.
+    predictions are computed, unless it may generate further text: with a budget in seconds, where
+    the memory is enough for both.
     """
 
     batches: DraftBatches
@@ -203,8 +234,8 @@ class DraftObjective(Objective):
 
     def start(self, texts: Sequence[Text]) -> TrainingBatches:
         """Computes the target's predictions on the texts that it generated and, if the user gave no
-        prompts, on twice as many texts of the corpus. Then frees the target and measures the
-        untrained draft."""
+        prompts, on twice as many texts of the corpus. Then frees the target, if it generates no
+        further text."""
         recipe = self.task.recipe
         corpus = self.task.corpus
         predictions = list[PredictedText]()
@@ -232,7 +263,9 @@ class DraftObjective(Objective):
                 [text for text in texts if text.use == Use.TRAIN],
                 _JOIN_SHARE * self.task.seconds_left,
             )
-        self.target.model.free_weights()
+        self.generates = recipe.steps is None and self._has_memory_for_both()
+        if not self.generates:
+            self.target.model.free_weights()
         taught = [text for text in predictions if text.text.use == Use.TRAIN]
         self._held_out = self._measured(predictions)
         self.batches = DraftBatches(
@@ -241,6 +274,16 @@ class DraftObjective(Objective):
         if self._is_joined:
             self._reduce_head()
         return self.batches
+
+    def learn(self, texts: Sequence[Text]) -> list[Taught]:
+        own = [text for text in texts if text.use == Use.TRAIN]
+        return self.batches.compare([predicted(self.target, text) for text in own])
+
+    def _has_memory_for_both(self) -> bool:
+        """Returns whether the draft can be trained while the target stays in memory."""
+        free = free_memory(self.device)
+        trained = sum(weight.numel() for weight in self.parameters.values() if weight.requires_grad)
+        return free is None or free > _BYTES_OF_TRAINING * trained
 
     def _measured(self, predictions: Sequence[PredictedText]) -> list[PredictedText]:
         """Returns those that are measured: of held-out texts, greedy ones first, up to a limit."""
@@ -272,7 +315,7 @@ class DraftObjective(Objective):
         self._compared = compared
         self._numbers = torch.full((self.vocabulary,), -1, device=self.device)
         self._numbers[compared] = torch.arange(count, device=self.device)
-        self.batches.top_k_ids = self._numbers.cpu()[ids]
+        self.batches.number(self._numbers.cpu())
         self.vocabulary = count
         self.rows = self._rows_at_once()
 

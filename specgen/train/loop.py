@@ -182,10 +182,11 @@ class Objective(ABC):
     `rows` predicted tokens at a time, to limit the memory for logits over `vocabulary` tokens on
     `device`. For the dtype of matrix products, see `autocast`; `dtype` is the target's.
     `settings` have to be the same when an interrupted training is resumed. Random choices may
-    depend on seeds alone.
+    depend on seeds alone. `generates`: the target may generate further text during the training.
     """
 
     uses: ClassVar[Sequence[Use]] = (Use.TRAIN, Use.HELD_OUT)
+    generates: bool = True
     parameters: dict[str, torch.nn.Parameter]
 
     def __init__(self, task: TrainingTask, target: LoadedModel) -> None:
@@ -590,6 +591,8 @@ class Training:
         requested meanwhile."""
         learning = self.learning
         if learning is None or self._more is None or self._recipe.steps is not None:
+            return
+        if not self.objective.generates:
             return
         last = self._points[-1]
         if not learning.needs_text or last.share >= _MARKS_OF_STEPS[-2]:
