@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -151,9 +152,10 @@ def reference_loss(
     given: Sequence[tuple[Tensor, Tensor]],
     labels: Sequence[tuple[Tensor, Tensor]],
     ids: Sequence[int],
+    depths: int,
 ) -> Tensor:
-    """The loss of an exit by definition, in float64: for each token of a text a draft of three of
-    the tokens after it, in which each token's row is the last of its own pass over the entering
+    """The loss of an exit by definition, in float64: for each token of a text a draft of `depths`
+    of the tokens after it, in which each token's row is the last of its own pass over the entering
     states of the context, made from the target's last states, and of the draft, made from the
     exit's own.
 
@@ -193,7 +195,7 @@ def reference_loss(
         for begin in range(len(text)):
             entering = context[: begin + 1]
             state = last_row(entering)
-            for depth in range(3):
+            for depth in range(depths):
                 at = begin + depth
                 if at >= len(text) - 1:
                     break
@@ -218,8 +220,8 @@ def reference_loss(
 def test_gradients_are_differences_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduced: bool
 ) -> None:
-    """Of the join, the layer, the norm and the LM head, along random directions, with drafts of
-    three tokens."""
+    """Of the join, the layer, the norm and the LM head, along random directions, with drafts of as
+    many tokens as a step draws."""
     monkeypatch.setattr("specgen.train.states.TOP_K", 96)
     monkeypatch.setattr("specgen.train.texts.TOP_K", 96)
     folder = save(make_model("llama"), tmp_path / "target", make_tokenizer(LETTERS))
@@ -235,6 +237,9 @@ def test_gradients_are_differences_of_the_loss(
 
     batch = packed(texts, sum(map(len, texts)))
     training = Training(made, made.begin(made.parameters, [], (Use.TRAIN,)))
+    training.step = 2
+    depths = Random("objective 0 2").randint(1, made.depths)
+    assert depths == 4
     loss = training.backward(batch, 1)
     whole = [made.whole(text, 1) for text in texts]
     given = []
@@ -250,7 +255,9 @@ def test_gradients_are_differences_of_the_loss(
 
     def by_definition(changed: Mapping[str, Tensor]) -> float:
         with torch.no_grad():
-            return float(reference_loss(weights | changed, config, texts, given, labels, ids))
+            return float(
+                reference_loss(weights | changed, config, texts, given, labels, ids, depths)
+            )
 
     assert float(loss) == pytest.approx(by_definition({}), rel=1e-4)
     for name, weight in weights.items():

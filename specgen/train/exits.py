@@ -4,7 +4,7 @@ or of a new predictor alone.
 An exit layer turns the hidden states after the target's first layers, joined with the target's last
 state of the token before, into next-token logits, and so serves as a draft model. For drafted
 tokens, the exit's own last state of the token before stands in for the target's: it is trained with
-drafts of several tokens, whose tokens are those of the text. The first layers are frozen. The loss
+drafts of one to five tokens, which are those of the text. The first layers are frozen. The loss
 is the divergence from the target's own predictions.
 
 It begins as a linear map to the target's last state, which is solved for by least squares, with
@@ -72,7 +72,6 @@ PASSES = 4  # over each text, each with rounds of other lengths
 STEP_SIZE = 0.15  # how much a step changes the scores' logits, about
 # the prior's standard deviation of what one of the two hidden states adds to a score's logit
 PRIOR_DEVIATION = 0.5
-TRAINED_DEPTHS = 3  # tokens in the drafts of training
 _SCALES = (0.5, 0.7, 0.85, 1.0)  # of the logits at the beginning: a mean of states is no state
 _CHOOSING = 8  # one training text in so many chooses the start, and is not solved for,
 _FEWEST_TEXTS = 4  # if there are so many texts
@@ -241,13 +240,18 @@ class ExitObjective(StatesObjective):
 
     def predict(self, batch: PackedBatch, states: TargetStates, rng: Random | None) -> Predictions:
         """Runs the exit once per depth. At depth 0 it reads the target's last states, then its own
-        of the depth before. An exit of format 1 reads none and runs once."""
+        of the depth before. An exit of format 1 reads none and runs once.
+
+        A step's drafts have a random number of tokens: with the mean number in every step, later
+        tokens would never be learned.
+        """
         exit_layers = self._exit(self.layers, UnrolledExitLayer)
         forward_pass = batch.forward_pass()
         before = _before(batch, states.hidden).flatten(0, 1)
         out = torch.empty(0)
         rows = []
-        for depth in range(self.depths if rng is None else TRAINED_DEPTHS):
+        count = self.depths if rng is None else rng.randint(1, self.depths)
+        for depth in range(count):
             hidden = F.pad(states.features[:, depth:], (0, 0, 0, depth)).flatten(0, 1)
             earlier, sources = reachable(batch, depth)
             if exit_layers.is_joined:

@@ -428,7 +428,10 @@ class Training:
         seconds = recipe.seconds or 0.0
         reserved = max(_RESERVED_SHARE * seconds, closing) + self.task.afterwards
         self._budget = max(1.0, seconds - reserved - spent)
-        self._tried: list[tuple[int, float]] = []  # sequences in a step, and tokens a second
+        # sequences in a step, and predicted tokens a second: a step may predict several after each
+        # token, not as many in every step
+        self._tried: list[tuple[int, float]] = []
+        self._predicted = 0
         self._is_trying = recipe.batch is None
         betas = (0.9, 0.95)
         self._optimizer = torch.optim.AdamW(
@@ -477,13 +480,13 @@ class Training:
         while self.share < 1:
             start = time.monotonic()
             self._try_batch()
-            tokens = self.tokens
+            predicted = self._predicted
             self._losses = [*self._losses, self.advance()][-_REPORTED_STEPS:]
             now = time.monotonic()
             self._step_seconds = now - start
             self.seconds = now - self._begin
             if self._is_trying:
-                speed = (self.tokens - tokens) / max(self._step_seconds, 1e-9)
+                speed = (self._predicted - predicted) / max(self._step_seconds, 1e-9)
                 self._tried.append((self.batches.size, speed))
             loss = self._losses[-1]
             if not math.isfinite(loss):
@@ -643,6 +646,7 @@ class Training:
         outputs, labels = self.objective.outputs(
             batch, Random(f"objective {self._recipe.seed} {self.step}")
         )
+        self._predicted += len(outputs)
         loss = torch.zeros((), device=outputs.device)
         gradients = []
         for start in range(0, len(outputs), self.objective.rows):
