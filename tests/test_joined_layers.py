@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from specgen.base.errors import SpecgenError
 from specgen.engine.forward_pass import text_pass
 from specgen.engine.loaded_model import LoadedModel
 from specgen.engine.transformers.loading import load_module
-from specgen.train import distillation
+from specgen.train import distillation, loop
 from specgen.train.corpus import Corpus, Use
 from specgen.train.joined_layers import chosen_layers, join, joined_draft
+from specgen.train.task import TrainingStopped
 from specgen.train.texts import Text, predicted
 
 TARGET = demo.folder("target")
@@ -166,23 +168,35 @@ def test_text_that_is_generated_during_the_training_is_learned_too(
     assert trained_draft.learn([held_out]) == []
 
 
-@pytest.mark.parametrize(("steps", "free"), [(2, None), (None, 1000)])
+@pytest.mark.parametrize(
+    ("steps", "free", "generates"), [(2, None, False), (None, 1000, False), (None, None, True)]
+)
 def test_a_target_that_generates_no_more_text_is_freed(
     target: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     steps: int | None,
     free: int | None,
+    generates: bool,
 ) -> None:
     monkeypatch.setattr(distillation, "free_memory", lambda _: free)
     prompts = [target.tokenizer.encode(prompt) for prompt in PROMPTS]
-    seconds = None if steps else 600.0
-    recipe = replace(TINY, steps=steps, seconds=seconds)
+    texts = written(target, prompts, 60, greedy=True, part=Use.TRAIN)
+    generation = SimpleNamespace(run=lambda: texts, more=lambda _: [], earlier_seconds=0.0)
+    monkeypatch.setattr(loop, "TextGeneration", lambda *_: generation)
+    given = dict[str, Any]()
+
+    def begun(*_: Any, **arguments: Any) -> None:
+        given.update(arguments)
+        raise TrainingStopped
+
+    monkeypatch.setattr(loop, "Training", begun)
+    recipe = replace(TINY, steps=steps, seconds=None if steps else 600.0)
     task = task_of(tmp_path, recipe, Recorder(), prompts=Corpus(prompts))
-    trained_draft = objective("sd", task, target, None)
-    trained_draft.start(written(target, prompts, 60, greedy=True, part=Use.TRAIN))
-    assert not trained_draft.generates
-    assert not target.model.layers
+    with pytest.raises(TrainingStopped):
+        loop.train(objective("sd", task, target, None))
+    assert given["more"] is (generation.more if generates else None)
+    assert bool(target.model.layers) == generates
 
 
 def test_a_target_with_too_few_layers_is_refused(tmp_path: Path) -> None:

@@ -116,10 +116,9 @@ class DraftBatches(TrainingBatches):
     ) -> None:
         self._translation = translation
         self._numbers: Tensor | None = None  # see `number`
-        found = [comparisons(translation, text, _MIN_MASS) for text in texts]
-        self.top_k_ids = torch.cat([comparison.top_k_ids for comparison in found])
-        self.top_k_log_probs = torch.cat([comparison.log_probs for comparison in found])
-        taught = _taught(found, 0)
+        self.top_k_ids = texts[0].top_k_ids[:0]
+        self.top_k_log_probs = texts[0].top_k_log_probs[:0]
+        taught = self.compare(texts)
 
         of_target = sum(len(text.text.ids) for text in texts)
         longer = sum(len(text.ids) for text in taught) / of_target
@@ -133,17 +132,26 @@ class DraftBatches(TrainingBatches):
         self.top_k_ids = numbers[self.top_k_ids.long()]
 
     def compare(self, texts: Sequence[PredictedText]) -> list[Taught]:
-        """Adds the target's predictions on further texts. Returns the texts, for `add`."""
-        if not texts:
-            return []
-        found = [comparisons(self._translation, text, _MIN_MASS) for text in texts]
-        taught = _taught(found, len(self.top_k_ids))
-        ids = torch.cat([comparison.top_k_ids for comparison in found])
-        if self._numbers is not None:
-            ids = self._numbers[ids.long()]
-        self.top_k_ids = torch.cat((self.top_k_ids, ids))
-        log_probs = [comparison.log_probs for comparison in found]
-        self.top_k_log_probs = torch.cat((self.top_k_log_probs, *log_probs))
+        """Adds the target's predictions on texts. Returns the texts in the draft's tokens, for
+        `add`."""
+        taught = []
+        all_ids = [self.top_k_ids]
+        all_log_probs = [self.top_k_log_probs]
+        row = len(self.top_k_ids)
+        for text in texts:
+            ids, after, top_k_ids, log_probs, first = comparisons(
+                self._translation, text, _MIN_MASS
+            )
+            teacher = torch.full_like(ids, IGNORED)
+            teacher[after] = torch.arange(row, row + len(after))
+            row += len(after)
+            taught.append(Taught(ids.tolist(), teacher.tolist(), first))
+            if self._numbers is not None:
+                top_k_ids = self._numbers[top_k_ids.long()]
+            all_ids.append(top_k_ids)
+            all_log_probs.append(log_probs)
+        self.top_k_ids = torch.cat(all_ids)
+        self.top_k_log_probs = torch.cat(all_log_probs)
         return taught
 
     def _sample_corpus(self, rng: Random, max_tokens: int) -> Taught:
@@ -152,20 +160,6 @@ class DraftBatches(TrainingBatches):
             return sampled
         of_draft = self._translation.prompt(sampled.ids)[:max_tokens]
         return Taught(of_draft, [IGNORED] * len(of_draft))
-
-
-def _taught(found: Sequence[Comparisons], first_row: int) -> list[Taught]:
-    """Returns the texts of comparisons, whose rows stand one after the other from `first_row`
-    on."""
-    taught = []
-    row = first_row
-    for comparison in found:
-        count = len(comparison.after)
-        teacher = torch.full_like(comparison.ids, IGNORED)
-        teacher[comparison.after] = torch.arange(row, row + count)
-        taught.append(Taught(comparison.ids.tolist(), teacher.tolist(), comparison.first))
-        row += count
-    return taught
 
 
 class DraftObjective(Objective):

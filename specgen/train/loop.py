@@ -314,7 +314,7 @@ def train(objective: Objective) -> tuple[Path, dict[str, Any]]:
             batches,
             spent=generation.earlier_seconds + now - task.began,
             texts=texts,
-            more=generation.more,
+            more=generation.more if objective.generates else None,
             closing=objective.closing_seconds(now - start, texts),
         )
         before = generation.seconds
@@ -594,8 +594,6 @@ class Training:
         requested meanwhile."""
         learning = self.learning
         if learning is None or self._more is None or self._recipe.steps is not None:
-            return
-        if not self.objective.generates:
             return
         last = self._points[-1]
         if not learning.needs_text or last.share >= _MARKS_OF_STEPS[-2]:

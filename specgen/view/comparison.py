@@ -139,10 +139,11 @@ def headline(report: Report) -> str:
     prompts = counted(total, "prompt") if measured == total else f"{measured} of {total} prompts"
     repeats = f" × {config.repeats} repeats" if config.repeats > 1 else ""
     limit = ("" if sampling.ignore_eos else "up to ") + counted(sampling.max_new_tokens, "token")
-    return f"{report.where} · {prompts}{repeats} × {limit}, {_sampling_in_words(sampling)}"
+    return f"{report.where} · {prompts}{repeats} × {limit}, {sampling_in_words(sampling)}"
 
 
-def _sampling_in_words(sampling: SamplingParams) -> str:
+def sampling_in_words(sampling: SamplingParams) -> str:
+    """Returns what changes the distribution, such as `temperature 0.7, top-p 0.9`, or `greedy`."""
     words = ["greedy"]
     if not sampling.greedy:
         words = [f"temperature {sampling.temperature:g}"]

@@ -49,6 +49,7 @@ from specgen.pair.pair import Pair
 from specgen.traces.statistics import Judged, calibration_of, judged_predictions
 from specgen.tune.round_timing import record_reference
 from specgen.tune.simulator import Simulator
+from specgen.view.comparison import sampling_in_words
 
 if TYPE_CHECKING:
     from specgen.base.settings import Settings
@@ -264,7 +265,7 @@ class Measurement:
                 self._show_speedups(simulator)
 
     def _show_calibration(self, simulator: CountingSimulator) -> None:
-        sampling = _sampling_name(self._samplings[0])
+        sampling = sampling_in_words(self._samplings[0])
         for costs in self._costs:
             self._simulate(simulator, self._adaptive(costs), costs)
             rounds = [round_ for run in simulator.rounds for round_ in run]
@@ -292,7 +293,7 @@ class Measurement:
         tokens = sum(fixed["sd:k=5"], Counts()).tokens
         amount = f"{len(self._prompts)} prompts, {runs} runs, {tokens} tokens"
         print(
-            f"\n{self._drafter}, {_sampling_name(sampling)}: {amount}, "
+            f"\n{self._drafter}, {sampling_in_words(sampling)}: {amount}, "
             f"verification cost {self._costs[0].verify:g}"
         )
         print(
@@ -421,16 +422,6 @@ class Measurement:
             else:
                 _write_noisy(draft, changed, keep=0.0, noise=1.0)
         return specgen.load(str(target), str(changed), device="cpu", dtype="float32")
-
-
-def _sampling_name(sampling: SamplingParams) -> str:
-    """Returns the temperature, and those filters that change the distribution."""
-    parts = [f"temperature {sampling.temperature:g}"]
-    if sampling.top_p < 1:
-        parts.append(f"top-p {sampling.top_p:g}")
-    if sampling.min_p > 0:
-        parts.append(f"min-p {sampling.min_p:g}")
-    return ", ".join(parts)
 
 
 def survivals(round_: Round) -> Iterator[Judged]:
