@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 def passes_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEARL's passes overlap, however long they take here."""
     monkeypatch.setattr(ParallelCosts, "overlaps", True)
-    monkeypatch.setattr(Overlapping, "add", lambda *_: None)
+    monkeypatch.setattr(Overlapping, "add", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

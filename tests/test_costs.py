@@ -207,7 +207,8 @@ def round_of(
 ) -> Round:
     """A round of PEARL that took so long. After the accepted tokens, of which the first ones are
     `forced`, the target corrects one."""
-    draft = Draft.chain([1] * (accepted + 1), forced=frozenset(range(forced)))
+    tokens = accepted + 1
+    draft = Draft.chain([1] * tokens, entropies=[0.0] * tokens, forced=frozenset(range(forced)))
     verdict = Verdict(tuple(range(accepted)), 2, "correction")
     return Round(0, mode, draft, verdict, {"verify": seconds}, {}, 1, 0)
 
@@ -217,8 +218,14 @@ def overlapping_or_not() -> Overlapping:
     = 1.28 seconds for each token."""
     costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
     chooser = Overlapping(costs, longest=40)
-    chooser.add(round_of(1000.0))  # waits for the prompt
+    chooser.add(round_of(1000.0), in_turn=False)  # waits for the prompt
     return chooser
+
+
+def add(chooser: Overlapping, *rounds: Round) -> None:
+    """Adds rounds of the kind that was decided for."""
+    for round_ in rounds:
+        chooser.add(round_, in_turn=chooser.length_in_turn is not None)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +233,8 @@ def overlapping_or_not() -> Overlapping:
     [
         # after 4 periods in turn, then after 8, overlapping is tried again
         (6.0, 4.0, [False, *[True] * 4, False, *[True] * 8, False, True]),
-        (6.0, 8.0, [False, True, False, False]),
+        # the slower way is tried again here too
+        (6.0, 8.0, [False, True, *[False] * 4, True, *[False] * 8, True, False]),
         (5.0, 9.0, [False, False, False, False]),
     ],
 )
@@ -241,7 +249,7 @@ def test_a_run_takes_turns_where_its_own_rounds_are_faster_so(
         for _ in range(16):
             assert (chooser.length_in_turn is not None) == seen[-1]
             seconds = overlapping if chooser.length_in_turn is None else in_turn
-            chooser.add(round_of(seconds))
+            add(chooser, round_of(seconds))
     assert seen == taken
 
 
@@ -251,19 +259,18 @@ def test_a_few_disturbed_rounds_do_not_end_overlapping() -> None:
     chooser = overlapping_or_not()
     for number in range(8):
         disturbance = 100.0 if number < 3 else 0.0
-        chooser.add(round_of(2.0 + disturbance, "pre-verify"))
-        chooser.add(round_of(6.0 + disturbance))
+        add(chooser, round_of(2.0 + disturbance, "pre-verify"), round_of(6.0 + disturbance))
     assert chooser.length_in_turn is None
 
     for _ in range(16):
-        chooser.add(round_of(100.0))
+        add(chooser, round_of(100.0))
     assert chooser.length_in_turn == 3
     for _ in range(4 * 16):  # in turn, which is faster than the disturbed period
         assert chooser.length_in_turn == 3
-        chooser.add(round_of(5.0))
+        add(chooser, round_of(5.0))
     for _ in range(32):
         assert chooser.length_in_turn is None, "the trial shows that overlapping is faster"
-        chooser.add(round_of(4.0))
+        add(chooser, round_of(4.0))
 
 
 def test_forced_tokens_say_nothing_of_the_speed_of_overlapping_passes() -> None:
@@ -271,7 +278,7 @@ def test_forced_tokens_say_nothing_of_the_speed_of_overlapping_passes() -> None:
     chooser = overlapping_or_not()
     for _ in range(16):
         assert chooser.length_in_turn is None
-        chooser.add(round_of(3.0, forced=3))
+        add(chooser, round_of(3.0, forced=3))
     assert chooser.length_in_turn == 1
 
 
@@ -298,12 +305,23 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     assert not any(in_turn[:18])
     assert all(in_turn[19:34]), "after what was drafted before the first turn"
 
+    overlapping = run.schedule.overlapping
+    assert overlapping is not None
+    length = overlapping.length_in_turn
+    assert length is not None
     later = near.prepare(near.request(PROMPTS[1], "pearl", sampling))
-    assert isinstance(later.schedule, Parallel)
-    assert later.schedule.overlapping is run.schedule.overlapping
-    later.schedule.overlapping.length_in_turn = 3
-    first = next(round_ for round_ in later.rounds() if round_.mode != "prefill")
-    assert "in turn" in (first.draft.stop_reason or ""), "the next run goes on so"
+    assert not isinstance(later.schedule, Parallel), "the next run needs no worker"
+    assert later.settings.values["window"] == length
+    later.clock = ScriptedClock(1000.0)
+    plain = near.generate(PROMPTS[1], method="ar", sampling=sampling)
+    rounds = list(later.rounds())
+    assert [token for round_ in rounds for token in round_.token_ids] == plain.token_ids
+    assert {round_.mode for round_ in rounds[1:]} == {"sequential"}
+    assert len(rounds) > 18
+    assert overlapping.length_in_turn is None, "turns were slower"
+    latest = near.prepare(near.request(PROMPTS[1], "pearl", sampling))
+    assert isinstance(latest.schedule, Parallel)
+    assert latest.schedule.overlapping is overlapping
 
     seeded = replace(sampling, temperature=1.0, seed=3)
     run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
@@ -311,15 +329,35 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     assert run.schedule.overlapping is None, "no text of a seed depends on the clock"
 
 
+def test_rounds_of_other_kinds_do_not_decide() -> None:
+    """Tokens that no draft model has drafted, and what a run does after the decision."""
+    chooser = overlapping_or_not()
+    drafted = round_of(6.0)
+    copied = replace(drafted, mode="sequential", draft=replace(drafted.draft, entropies=[]))
+    for _ in range(16):
+        add(chooser, copied)
+        chooser.add(drafted, in_turn=True)
+    assert chooser.length_in_turn is None
+    add(chooser, *[drafted] * 16)
+    assert chooser.length_in_turn == 3
+    for _ in range(16):
+        chooser.add(drafted, in_turn=False)
+    in_turn = replace(drafted, mode="sequential")
+    add(chooser, *[in_turn] * 15)
+    assert chooser.length_in_turn == 3
+    add(chooser, replace(in_turn, seconds={"verify": 100.0}))
+    assert chooser.length_in_turn == 3, "one disturbed round of 16"
+
+
 def test_short_runs_decide_together() -> None:
     """Their first rounds wait for the prompt, and do not count."""
     chooser = Overlapping(overlapping_or_not().costs, longest=40)
     for _ in range(2):
-        chooser.begin()
-        chooser.add(round_of(1000.0))
+        chooser.begin(chooser.costs, longest=40)
+        add(chooser, round_of(1000.0))
         for _ in range(8):
             assert chooser.length_in_turn is None
-            chooser.add(round_of(6.0))
+            add(chooser, round_of(6.0))
     assert chooser.length_in_turn == 3
 
 

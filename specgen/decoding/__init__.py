@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from specgen.decoding.multi_draft import k_sequential_verifier as k_sequential_verifier
     from specgen.decoding.multi_draft import multi_round_verifier as multi_round_verifier
     from specgen.decoding.parallel import Parallel as Parallel
+    from specgen.decoding.parallel import counted_in_turn as counted_in_turn
     from specgen.decoding.predicted_output import PredictedOutput as PredictedOutput
     from specgen.decoding.run import Clock as Clock
     from specgen.decoding.run import Run as Run
@@ -61,6 +62,7 @@ _MODULES = {
     "StopTexts": "run",
     "TextDrafter": "chain",
     "TopKTreeDrafter": "tree",
+    "counted_in_turn": "parallel",
     "k_sequential_verifier": "multi_draft",
     "multi_round_verifier": "multi_draft",
     "sequential": "run",

@@ -8,10 +8,10 @@ of tokens drafted during one target pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specgen.base.measuring import PassCheck
     from specgen.decoding.parallel_costs import Overlapping, ParallelCosts
     from specgen.decoding.policy_base import LengthPolicy
-    from specgen.decoding.run import Run
+    from specgen.decoding.run import Run, Schedule
     from specgen.engine.forward_pass import ModelOutput
 
 
@@ -82,10 +82,11 @@ class Parallel:
     Without `pre_verify` the target waits until there are tokens to verify. Without `post_verify`
     the draft model waits while they are verified. Both are ablations in the paper's Table 3.
     `costs` are the pass times that the window was computed from, None if the user gave the window;
-    `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides in
-    the run whether the models take turns instead, None: they never do. `joins_forced`: tokens
-    that have to follow are verified with the draft before them, else in rounds of their own.
-    `is_in_turn`: `overlapping` has decided so, and a draft's reason to end says it.
+    `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides
+    whether the models take turns instead, from some round to the end of the run; None: they never
+    do. `joins_forced`: tokens that have to follow are verified with the draft before them, else in
+    rounds of their own. `is_in_turn`: `overlapping` has decided so, and a draft's reason to end
+    says it.
     """
 
     drafter: ParallelDrafter
@@ -103,35 +104,36 @@ class Parallel:
         self.drafter.ready()
 
     def __call__(self, run: Run) -> Iterator[Round]:
-        step = inference(self._as_decided()._step)
+        schedule = self
         with closing(self.drafter):
             self.drafter.prefill(run.context)
             yield run.prefill()
             unverified = Draft()
             try:
                 while run.finish_reason is None:
-                    round_, unverified = step(run, unverified)
+                    round_, unverified = schedule._step(run, unverified)
                     yield round_
-                    if self.overlapping is not None:
-                        self.overlapping.add(round_)
-                        step = inference(self._as_decided()._step)
+                    schedule = schedule._after(round_)
             finally:
                 if self.check is not None:
                     self.check.end()
 
-    def _as_decided(self) -> Parallel:
-        """Returns the schedule of the next round: with drafts and target passes in turn, if that is
-        faster."""
-        length = None if self.overlapping is None else self.overlapping.length_in_turn
+    def _after(self, round_: Round) -> Parallel:
+        """Returns the schedule of the rounds after this one: with drafts and target passes in turn,
+        if that is faster."""
+        if self.overlapping is None:
+            return self
+        self.overlapping.add(round_, in_turn=False)
+        length = self.overlapping.length_in_turn
         if length is None:
             return self
-        window = Window(length, length)
         return replace(
             self,
-            window=window,
+            window=Window(length, length),
             pre_verify=False,
             post_verify=False,
             check=None,
+            overlapping=None,
             is_in_turn=True,
         )
 
@@ -140,6 +142,7 @@ class Parallel:
         """Whether nothing is drafted during the target's passes."""
         return not (self.pre_verify or self.post_verify)
 
+    @inference
     def _step(self, run: Run, unverified: Draft) -> tuple[Round, Draft]:
         """Runs one step in its mode (PEARL, Algorithm 1): pre-verify, or post-verify if there are
         `unverified` drafted tokens.
@@ -235,6 +238,20 @@ class Parallel:
         if self.is_in_turn and draft.stop_reason is not None:
             reason = reason_in_turn(draft.stop_reason, window if is_filled else None)
         return replace(draft, stop_reason=reason)
+
+
+def counted_in_turn(schedule: Schedule, overlapping: Overlapping) -> Schedule:
+    """Returns the schedule of a run of PEARL whose models take turns, with its rounds counted: they
+    decide whether passes overlap in later runs."""
+
+    def rounds(run: Run) -> Iterator[Round]:
+        with closing(cast("Generator[Round]", schedule(run))) as made:
+            for round_ in made:
+                if round_.mode != "prefill":
+                    overlapping.add(round_, in_turn=True)
+                yield round_
+
+    return rounds
 
 
 def _target_pass(run: Run, drafted: Sequence[int]) -> tuple[ModelOutput, int]:

@@ -10,6 +10,7 @@ together at no window or at a huge one: the window is then as long as verifying 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,10 @@ _HIGH_ACCEPTANCE = 0.9  # with which no longer window must pay
 _MARGIN = 1.5
 _LEAST_PASS = 1e-9  # seconds: a stored profile may say 0
 _PERIOD = 16  # rounds after which a run decides again whether passes overlap
-_PATIENCE = 4  # periods in turn before overlapping is tried again; then twice as many, and so on
+_PATIENCE = 8  # periods before the slower way is tried again; then twice as many, and so on
 _SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
+_PRIOR_TOKENS = 32.0  # as how many judged tokens the assumed acceptance rate counts at first
+_PERIOD_FADING = 0.8  # a factor on sums over tokens for each period
 _HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
 
 
@@ -66,7 +69,7 @@ class Window:
         return round(Curve(windows).at(width))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for cached properties: each run asks for them
 class ParallelCosts:
     """Seconds of forward passes while target and draft model run at the same time, with
     `context_length` tokens in the caches.
@@ -116,7 +119,7 @@ class ParallelCosts:
         """c = time of a target pass over `width` tokens / time of a draft pass."""
         return self.target_pass / self.draft_pass
 
-    @property
+    @cached_property
     def window(self) -> Window:
         """The window with which neither model waits for the other: c, rounded, from 1 to
         `LONGEST_WINDOW` (PEARL, Theorem 1), but none that is longer than pays."""
@@ -133,7 +136,7 @@ class ParallelCosts:
         sizes = range(1, LONGEST_WINDOW + 1)
         return min(sizes, key=lambda size: passes.at(size) / (1 - _HIGH_ACCEPTANCE**size))
 
-    @property
+    @cached_property
     def flexible_window(self) -> Window:
         """The window for drafts that end with the target pass. Its `lead` has the shortest expected
         time between two rejections.
@@ -170,7 +173,7 @@ class ParallelCosts:
         gain = self.expected_gain
         return gain is None or gain >= 1
 
-    @property
+    @cached_property
     def expected_gain(self) -> float | None:
         """`gain` where each token is accepted with probability `_ACCEPTANCE`. None if passes of one
         model alone were not measured."""
@@ -181,6 +184,15 @@ class ParallelCosts:
         tokens, each accepted with probability `acceptance` (below 1). In turn, drafts have this
         `length`; None: the best one. Passes of one model alone must have been measured.
 
+        """
+        if length is None:
+            length = self.fastest_in_turn(acceptance)
+        return self.seconds_in_turn(length, acceptance) / self.seconds_overlapping(acceptance)
+
+    def seconds_overlapping(self, acceptance: float) -> float:
+        """The expected time for each output token with overlapping passes. The acceptance rate is
+        below 1.
+
         In PEARL, one pre-verify follows each rejection, and then post-verifies, until one of them
         rejects a token; in between are 1 / (1 - acceptance) tokens.
         """
@@ -188,12 +200,9 @@ class ParallelCosts:
         pre_verify = max(self.single_pass, window.first * self.draft_pass)
         post_verify = max(self.target_passes.at(window.size), window.size * self.draft_pass)
         post_verifies = acceptance / (1 - acceptance**window.size)
-        own = (pre_verify + post_verifies * post_verify) * (1 - acceptance)
-        if length is None:
-            length = self.fastest_in_turn(acceptance)
-        return self.seconds_in_turn(length, acceptance) / own
+        return (pre_verify + post_verifies * post_verify) * (1 - acceptance)
 
-    @property
+    @cached_property
     def length_in_turn(self) -> int:
         """The length of drafts with the least time for each output token where the models take
         turns."""
@@ -201,17 +210,25 @@ class ParallelCosts:
 
     def fastest_in_turn(self, acceptance: float) -> int:
         """The same, for drafted tokens that are accepted with this probability."""
-        lengths = range(1, LONGEST_WINDOW + 1)
-        return min(lengths, key=lambda length: self.seconds_in_turn(length, acceptance))
+        seconds = self.seconds_in_turn(1, acceptance)
+        for length in range(1, LONGEST_WINDOW):
+            longer = self.seconds_in_turn(length + 1, acceptance)
+            if longer >= seconds:  # from here on, each further token adds less than it costs
+                return length
+            seconds = longer
+        return LONGEST_WINDOW
 
     def seconds_in_turn(self, length: int, acceptance: float = _ACCEPTANCE) -> float:
         """The expected time for each output token with drafts of a `length` and the models taking
         turns."""
-        alone = Curve({self.width: self.target_alone, 1: self.single_alone})
         tokens = (1 - acceptance ** (length + 1)) / (1 - acceptance)
-        return (length * self.draft_alone + alone.at(length + 1)) / tokens
+        return (length * self.draft_alone + self._passes_alone.at(length + 1)) / tokens
 
-    @property
+    @cached_property
+    def _passes_alone(self) -> Curve:
+        return Curve({self.width: self.target_alone, 1: self.single_alone})
+
+    @cached_property
     def target_passes(self) -> Curve:
         """Seconds of a target pass by its number of tokens."""
         return Curve({2: self.double_pass, self.width: self.target_pass, 1: self.single_pass})
@@ -235,17 +252,24 @@ def acceptance_of(accepted: int, rejected: int) -> float:
 
 @dataclass(slots=True)
 class Overlapping:
-    """Decides in runs of PEARL whether the models' passes go on overlapping, by the seconds that
-    their rounds take for each token.
+    """Decides in runs of PEARL whether the models' passes overlap, by the seconds that their rounds
+    take for each token.
 
-    After each `_PERIOD` rounds of overlapping passes these seconds are compared with those of
-    rounds in turn: the measured ones, or before there are any, those that `costs` (with times of
-    passes of one model alone) predict for the share of tokens that was accepted. Where overlapping
-    is slower, the models take turns, until a period in turn takes longer for each token than the
-    last overlapping one. After `_PATIENCE` periods in turn overlapping is tried again, because the
-    last period with it may have been disturbed. `length_in_turn` is the length of drafts, at most
-    `longest`, while the models take turns; None while passes overlap. A run goes on as the last one
-    ended, also within a period: short runs decide together.
+    After each `_PERIOD` rounds, their seconds are compared with those that `costs` (with times of
+    passes of one model alone) predict for them and the share of tokens that they accepted: a round
+    also takes time outside of both passes, and passes may take longer than when they were measured.
+    The models then take turns if the predicted seconds of turns, times what was found so for turns
+    (1 before it is known), are fewer than those of overlapping passes. Both are predicted for the
+    acceptance rate of the last periods, as that of one text says little about the next.
+
+    After `_PATIENCE` periods the slower way is tried again, because its last period may have been
+    disturbed. `length_in_turn` is the length of drafts, at most `longest`, while the models take
+    turns; None while passes overlap. A run goes on as the last one ended, also within a period:
+    short runs decide together.
+
+    Rounds in turn count where the draft model runs in this process. In the run that has decided for
+    them it still runs in the worker, and with small models the messages to it take as long as
+    overlapping may lose.
 
     The seconds of a period are medians, one for pre-verify and one for post-verify, each times its
     number of rounds, so that a few disturbed rounds do not decide. Tokens that a grammar forces do
@@ -261,23 +285,32 @@ class Overlapping:
     _tokens: int = field(default=0, init=False)
     _accepted: int = field(default=0, init=False)
     _rejected: int = field(default=0, init=False)
-    # seconds for each token in the last period of the kind
-    _overlapping: float = field(default=0.0, init=False)
+    # seconds for each token in the last period of the kind over the predicted ones
+    _overlapping: float = field(default=1.0, init=False)
     _in_turn: float | None = field(default=None, init=False)
+    # of all periods, of which older ones count less
+    _all_accepted: float = field(default=_ACCEPTANCE * _PRIOR_TOKENS, init=False)
+    _all_judged: float = field(default=_PRIOR_TOKENS, init=False)
     _patience: int = field(default=_PATIENCE, init=False)
-    _left: int = field(default=0, init=False)  # periods in turn before overlapping is tried again
+    _left: int = field(default=0, init=False)  # periods before the other way is tried again
 
-    def begin(self) -> None:
-        """Begins a run: see `add`."""
+    def begin(self, costs: ParallelCosts, longest: int) -> None:
+        """Begins a run with these costs, and drafts of at most `longest` tokens."""
+        self.costs = costs
+        self.longest = longest
         self._has_begun = False
 
-    def add(self, round_: Round) -> None:
-        """Counts a round, and at the end of a period decides how the next one drafts.
+    def add(self, round_: Round, *, in_turn: bool) -> None:
+        """Counts a round of overlapping passes or of passes in turn, and at the end of a period
+        decides how the next one drafts.
 
-        Rounds without the drafter do not count, nor does the first one of a run with it: it also
-        waits for the draft model's pass over the prompt.
+        Rounds whose tokens the draft model has not drafted do not count, nor does the first one of
+        a run with it, which also waits for its pass over the prompt, nor what a run does after the
+        other way was decided for.
         """
-        if round_.mode == "sequential":
+        draft = round_.draft
+        has_other_tokens = round_.mode == "sequential" and draft.tokens and not draft.entropies
+        if has_other_tokens or in_turn != (self.length_in_turn is not None):
             return
         if not self._has_begun:
             self._has_begun = True
@@ -300,29 +333,34 @@ class Overlapping:
         """Decides how the next period drafts, by the one that has ended."""
         seconds = sum(len(taken) * median(taken) for taken in self._seconds.values())
         seconds /= max(self._tokens, 1)
-        if self.length_in_turn is None:
-            self._overlapping = seconds
-            self.length_in_turn = self._faster_length(seconds)
-            self._left = self._patience
-            return
-
-        self._in_turn = seconds
-        self._left -= 1
-        if seconds > self._overlapping:
-            self.length_in_turn = None
-        elif not self._left:
-            self.length_in_turn = None
-            self._patience *= 2
-
-    def _faster_length(self, seconds: float) -> int | None:
-        """Returns the length of drafts with which turns are faster than overlapping passes, which
-        took so many seconds for each token; None if none is."""
         acceptance = acceptance_of(self._accepted, self._rejected)
+        if self.length_in_turn is None:
+            self._overlapping = seconds / self.costs.seconds_overlapping(acceptance)
+        else:
+            self._in_turn = seconds / self.costs.seconds_in_turn(self.length_in_turn, acceptance)
+
+        self._all_accepted = _PERIOD_FADING * self._all_accepted + self._accepted
+        self._all_judged = _PERIOD_FADING * self._all_judged + self._accepted + self._rejected
+        length, gain = self._length_and_gain()
+        is_slower = gain > _SLOWER if self.length_in_turn is None else gain < 1
+        self._left -= 1
+        is_trial = self._in_turn is not None and self._left <= 0 and not is_slower
+        if is_trial:
+            self._patience *= 2
+        if is_slower or is_trial:
+            self._left = self._patience
+            self.length_in_turn = length if self.length_in_turn is None else None
+        elif self.length_in_turn is not None:
+            self.length_in_turn = length
+
+    def _length_and_gain(self) -> tuple[int, float]:
+        """Returns the fastest length of drafts in turn, and the expected time with overlapping
+        passes over that with turns."""
+        acceptance = min(self._all_accepted / self._all_judged, _HIGHEST_ACCEPTANCE)
         length = min(self.costs.fastest_in_turn(acceptance), self.longest)
-        in_turn = self._in_turn
-        if in_turn is None:
-            in_turn = self.costs.seconds_in_turn(length, acceptance)
-        return length if seconds > _SLOWER * in_turn else None
+        in_turn = self.costs.seconds_in_turn(length, acceptance) * (self._in_turn or 1.0)
+        overlapping = self.costs.seconds_overlapping(acceptance) * self._overlapping
+        return length, overlapping / in_turn
 
 
 def usual_window(draft_cost: float) -> int:

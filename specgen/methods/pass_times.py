@@ -63,8 +63,9 @@ class RunTimes:
     window, and `settings` are the request's with the window's size. `check` compares the run's
     passes with `costs`; None where the window does not follow from them. If the models should take
     turns, `length_in_turn` is the length of drafts then, and `settings` have it as the window; None
-    if their passes should overlap. `overlapping` decides in the run whether they go on doing so;
-    None where the user has named what overlaps, and where the run must not depend on times.
+    if their passes should overlap. `overlapping` decides whether they go on doing so, in this run
+    and in later ones; None where the user has named what overlaps, and where the run must not
+    depend on times.
     """
 
     costs: ParallelCosts | None
@@ -81,21 +82,27 @@ class RunTimes:
         values = request.settings.values
         costs = _costs_for(models, request)
         window = _window(models, request, worker, costs)
-        is_ablation = not (values["pre_verify"] and values["post_verify"])
-        may_take_turns = values["window"] == AUTO and not is_ablation
-        deciding = (costs or _tuned_costs(models, request)) if may_take_turns else None
-        if deciding is not None and not deciding.overlaps:
-            length = deciding.length_in_turn
-            return cls(costs, window, request.settings.with_value("window", length), None, length)
+        length = None
+        overlapping = None
+        if values["window"] == AUTO and values["pre_verify"] and values["post_verify"]:
+            deciding = costs or _tuned_costs(models, request)
+            if deciding is not None and not deciding.overlaps:
+                length = deciding.length_in_turn
+            elif costs is not None and costs.expected_gain is not None:
+                overlapping = models.kept(PassTimes).overlapping(
+                    costs, window.longest, request.sampling, record=request.record
+                )
+                length = overlapping.length_in_turn
+
+        if length is not None:
+            settings = request.settings.with_value("window", length)
+            return cls(costs, window, settings, None, length, overlapping)
         if values["window"] != AUTO or costs is None:
             return cls(costs, window, request.settings.with_value("window", window.size), None)
         check = models.kept(PassTimes).check(
             request.typical_length, request.sampling, record=request.record
         )
         settings = request.settings.with_value("window", costs.window.size)
-        overlapping = None
-        if may_take_turns and costs.expected_gain is not None:
-            overlapping = models.kept(PassTimes).overlapping(costs, window.longest)
         return cls(costs, window, settings, check, overlapping=overlapping)
 
     @property
@@ -161,13 +168,20 @@ class PassTimes:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._overlapping: dict[tuple[ParallelCosts, int], Overlapping] = {}
+        self._overlapping: dict[tuple[Any, ...], Overlapping] = {}
 
-    def overlapping(self, costs: ParallelCosts, longest: int) -> Overlapping:
+    def overlapping(
+        self, costs: ParallelCosts, longest: int, sampling: SamplingParams, *, record: bool
+    ) -> Overlapping:
         """Returns what decides in a run with these costs, with drafts in turn of at most `longest`
-        tokens, whether passes overlap: as the last run with the same costs has left it."""
-        known = self._overlapping.setdefault((costs, longest), Overlapping(costs, longest))
-        known.begin()
+        tokens, whether passes overlap: as the last run of the kind has left it.
+
+        Runs of a kind have the arguments of `costs` in common, but for the context's length: what
+        was found is relative to the costs.
+        """
+        _, *kind = self._key(0, sampling, record=record)
+        known = self._overlapping.setdefault(tuple(kind), Overlapping(costs, longest))
+        known.begin(costs, longest)
         return known
 
     def costs(
@@ -249,7 +263,7 @@ class PassTimes:
             self._models.target.has_penalties or sampling.penalties is not None,
         )
         return (
-            1 << (context_length - 1).bit_length(),
+            1 << max(context_length - 1, 0).bit_length(),
             *logits,
             worker.is_process,
             worker.threads,

@@ -13,10 +13,10 @@ Beyond the paper:
   (`Window.beside`).
 - Any length policy may end a draft within the window.
 - Where both models slow each other down by more than the overlap hides, as on few cores, they take
-  turns: from the beginning, if measured passes say so (`ParallelCosts.overlaps`, in this process),
-  or from some round on, if the rounds of this run and of those before it do (`Overlapping`). Only
-  with `window=auto`. In runs that a seed repeats, whose text must not depend on the clock, the
-  times in the profile decide before the run.
+  turns, with `window=auto`: in whole runs, with the draft model in this process, if measured passes
+  say so (`ParallelCosts.overlaps`) or the rounds of earlier runs do (`Overlapping`); and within a
+  run from some round on, if its own rounds do. In runs that a seed repeats, whose text must not
+  depend on the clock, the times in the profile decide before the run.
 
 A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
 of the tokens that are being verified: measured with one that was trained for the bundled target,
@@ -120,11 +120,15 @@ class Pearl(DraftModelMethod):
         """Returns a run in which the draft model drafts before the target's passes."""
         setup = self.setup(models, request)
         case = replace(drafting_case(models, request, setup), cost_kind=self.tuning.drafts)
+        schedule = models.checked(decoding.sequential)
+        if times.overlapping is not None:
+            schedule = decoding.counted_in_turn(schedule, times.overlapping)
         return make_run(
             models,
             request,
             setup,
             decoding.ModelDrafter(setup, depth=times.length_in_turn, in_turn=True),
             policy=make_policy(models, request, setup, case),
+            schedule=schedule,
             settings=times.settings,
         )
