@@ -231,10 +231,10 @@ def add(chooser: Overlapping, *rounds: Round) -> None:
 @pytest.mark.parametrize(
     ("overlapping", "in_turn", "taken"),
     [
-        # after 4 periods in turn, then after 8, overlapping is tried again
-        (6.0, 4.0, [False, *[True] * 4, False, *[True] * 8, False, True]),
-        # the slower way is tried again here too
-        (6.0, 8.0, [False, True, *[False] * 4, True, *[False] * 8, True, False]),
+        # after 8 periods in turn, then after 16, overlapping is tried again
+        (6.0, 4.0, [False, *[True] * 8, False, *[True] * 16, False, True]),
+        # and so are turns
+        (6.0, 8.0, [False, True, *[False] * 8, True, *[False] * 16, True, False]),
         (5.0, 9.0, [False, False, False, False]),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_few_disturbed_rounds_do_not_end_overlapping() -> None:
     for _ in range(16):
         add(chooser, round_of(100.0))
     assert chooser.length_in_turn == 3
-    for _ in range(4 * 16):  # in turn, which is faster than the disturbed period
+    for _ in range(8 * 16):  # in turn, which is faster than the disturbed period
         assert chooser.length_in_turn == 3
         add(chooser, round_of(5.0))
     for _ in range(32):
@@ -347,6 +347,44 @@ def test_rounds_of_other_kinds_do_not_decide() -> None:
     assert chooser.length_in_turn == 3
     add(chooser, replace(in_turn, seconds={"verify": 100.0}))
     assert chooser.length_in_turn == 3, "one disturbed round of 16"
+
+
+def test_a_text_whose_tokens_are_rejected_does_not_decide() -> None:
+    """After a disturbed period, all rounds take twice as long as their passes predict for what they
+    accept: first 3 of 4 tokens, then none. Overlapping is faster at the rates of both texts."""
+    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
+    chooser = Overlapping(costs, longest=40)
+    add(chooser, *[round_of(1000.0)] * 17)
+    length = chooser.length_in_turn
+    assert length == 3
+    for accepted, rate in ((3, 0.75), (0, 0.0)):
+        for _ in range(4):  # periods
+            assert chooser.length_in_turn is not None
+            length = chooser.length_in_turn
+            seconds = 2 * (accepted + 1) * costs.seconds_in_turn(length, rate)
+            add(chooser, *[replace(round_of(seconds, accepted=accepted), mode="sequential")] * 16)
+    assert length == 2, "fewer tokens are drafted where fewer are accepted"
+    for _ in range(4):
+        assert chooser.length_in_turn is None
+        seconds = 2 * costs.seconds_overlapping(0.0)
+        add(chooser, *[round_of(seconds, accepted=0)] * 16)
+
+
+def test_what_was_found_counts_with_new_costs() -> None:
+    """Passes take 10 times as long in a longer context."""
+    chooser = overlapping_or_not()
+    costs = chooser.costs
+    add(chooser, *[round_of(6.0)] * 16)
+    assert chooser.length_in_turn == 3
+    longer = ParallelCosts(5.0, 30.0, 30.0, 30.0, 8, 100, 5.0, 20.0, 20.0)
+    chooser.begin(longer, longest=2)
+    in_turn = round_of(4 * longer.seconds_in_turn(3, 0.75))
+    add(chooser, *[replace(in_turn, mode="sequential")] * 17)
+    assert chooser.length_in_turn == 2
+    assert chooser.costs is longer
+    chooser.begin(costs, longest=40)
+    add(chooser, *[replace(round_of(10.0), mode="sequential")] * 17)
+    assert chooser.length_in_turn is None
 
 
 def test_short_runs_decide_together() -> None:
