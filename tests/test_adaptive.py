@@ -295,6 +295,41 @@ def test_one_huge_loss_costs_one_pause() -> None:
     assert not guard.left
 
 
+def test_drafts_that_gain_a_little_are_not_refused_by_chance() -> None:
+    """Each token costs 0.4 and is accepted with probability 0.5. Few of 3,600 rounds refuse a draft
+    because those before it were rejected."""
+    refused = 0
+    for seed in range(6):
+        rng = Random(seed)
+        made = policy(DraftingCosts(0.4, 0.0), exploration=1000)
+        for _ in range(600):
+            length = draft(made, *[LIKELY] * 40)
+            refused += not length
+            accepted = 0
+            while accepted < length and rng.random() < 0.5:
+                accepted += 1
+            made.observe(length, accepted)
+    assert refused < 70
+
+
+def test_the_highest_gain_by_hand() -> None:
+    """Of two drafts, the older one counts 0.97."""
+    learned = Learned.prior(DraftingCosts(0.1, 0.0))
+    learned.cost = learned.tokens
+    assert learned.highest_gain == learned.mean_gain == 0.6
+    for accepted in (2, 0):
+        learned.add_draft(accepted, cost=0.5)
+    mean = (0.97 * 1.5 - 0.5) / 1.97
+    variance = (0.97 * 1.5**2 + 0.5**2) / 1.97 - mean**2
+    error = math.sqrt(variance / 1.97)
+    assert learned.highest_gain == pytest.approx(learned.mean_gain + error)
+    learned.add_idle()  # what was learned counts less, and varies as much
+    assert learned.highest_gain - learned.mean_gain == pytest.approx(error / math.sqrt(0.98))
+    learned.forget_gains()
+    learned.add_draft(0, cost=0.5)
+    assert learned.highest_gain == pytest.approx(learned.mean_gain), "one draft varies from none"
+
+
 @given(
     st.integers(0, 10**6), st.integers(0, 400), st.floats(0, 0.3), st.sampled_from([0.05, 0.2, 0.5])
 )

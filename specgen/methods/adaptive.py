@@ -189,7 +189,9 @@ class Adaptive(LengthPolicy):
         self.predictions = []
         learned = self.learned
         if MATCH_LENGTH in signals:
-            other = 0.0 if is_last or learned.guard.left else max(0.0, self._model_gain)
+            other = 0.0
+            if not (is_last or learned.guard.left):
+                other = max(0.0, self._unless_too_expensive(learned.mean_gain))
             return not self._pauses(learned.lookup_guard) and self._copies(
                 int(signals[MATCH_LENGTH]), other, is_last=is_last
             )
@@ -203,19 +205,18 @@ class Adaptive(LengthPolicy):
         # in PEARL the first token costs nothing: the pass that runs now judges it
         if self._in_parallel:
             return True
-        gain = self._model_gain
+        gain = self._unless_too_expensive(learned.highest_gain)
         if gain > 0:
             return True
         self.reason = f"no draft: gain {comparison(gain, '<', 0.0)}"
         return False
 
-    @property
-    def _model_gain(self) -> float:
-        """What a draft of the model is expected to gain; negative if a token costs more than it is
-        worth."""
+    def _unless_too_expensive(self, gain: float) -> float:
+        """Returns the `gain` that is expected of a draft of the model; a negative one if a token
+        costs more than it is worth."""
         surplus = self.learned.worth - self._costs.of_further(1, 1)
         is_trial = self._timed is not None and self._timed.is_trial
-        return self.learned.mean_gain if surplus > 0 or is_trial else surplus
+        return gain if surplus > 0 or is_trial else surplus
 
     def _pauses(self, guard: DraftingGuard) -> bool:
         if not guard.pauses():

@@ -533,17 +533,18 @@ class Learned:
     `token` predicts the acceptance of a drafted token, `following` that of the token after it,
     `lookup` that of a token copied by prompt lookup, and `levels` that of a block's tokens before
     they are computed. `cost` and `tokens` are sums over rounds, from which the worth of a token is
-    computed. `gain` and `drafts` are sums over the draft model's drafts: what they gained, and
-    their number. In all sums, older rounds count less. Costs and gains are in units of a target
-    pass over one token. The mean gain begins at an assumed value, which counts as `trust` drafts.
-    `trust` falls with each draft of which nothing is accepted, so that drafts of a useless model
-    are tried ever more rarely. `guard` and `lookup_guard` pause drafting by the model and by prompt
-    lookup after losses.
+    computed. `gain`, `squares` and `drafts` are sums over the draft model's drafts: what they
+    gained, the squares of this, and their number. In all sums, older rounds count less. Costs and
+    gains are in units of a target pass over one token. The mean gain begins at an assumed value,
+    which counts as `trust` drafts. `trust` falls with each draft of which nothing is accepted, so
+    that drafts of a useless model are tried ever more rarely. `guard` and `lookup_guard` pause
+    drafting by the model and by prompt lookup after losses.
     """
 
     cost: float
     tokens: float
     gain: float = 0.0
+    squares: float = 0.0
     drafts: float = 0.0
     trust: float = _DRAFTS
     token: Acceptance = field(default_factory=lambda: Acceptance(5.0))
@@ -574,6 +575,15 @@ class Learned:
         the gain that is assumed at first."""
         return (self.gain + self.trust * _FIRST_GAIN) / (self.drafts + self.trust)
 
+    @property
+    def highest_gain(self) -> float:
+        """The mean gain and its standard error: a few drafts that were rejected by chance do not
+        show that the next one loses."""
+        if not self.drafts:
+            return self.mean_gain
+        variance = self.squares / self.drafts - (self.gain / self.drafts) ** 2
+        return self.mean_gain + math.sqrt(max(0.0, variance) / self.drafts)
+
     def add_round(self, cost: float, tokens: int) -> None:
         """Adds a round, with or without a draft: its cost, and the number of output tokens that it
         gave."""
@@ -583,18 +593,22 @@ class Learned:
     def add_draft(self, accepted: int, cost: float) -> None:
         """Adds a model's draft: the number of accepted tokens, and its cost of drafting and
         verification."""
-        self.gain = _FADING * self.gain + accepted * self.worth - cost
+        gain = accepted * self.worth - cost
+        self.gain = _FADING * self.gain + gain
+        self.squares = _FADING * self.squares + gain * gain
         self.drafts = _FADING * self.drafts + 1
         self.trust = _DRAFTS if accepted else max(_FEWEST_DRAFTS, _SHRINKING * self.trust)
 
     def forget_gains(self) -> None:
         """Goes back to the gain that is assumed at first: the learned one came from wrong costs."""
         self.gain = 0.0
+        self.squares = 0.0
         self.drafts = 0.0
 
     def add_idle(self) -> None:
         """Adds a round in which the model did not draft."""
         self.gain = _IDLE_FADING * self.gain
+        self.squares = _IDLE_FADING * self.squares
         self.drafts = _IDLE_FADING * self.drafts
 
 
