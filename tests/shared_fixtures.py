@@ -21,7 +21,7 @@ from processes import ForkedWorker
 from recipe.train_pair import train_tokenizer
 
 import specgen
-from specgen.decoding.parallel_costs import Overlapping, ParallelCosts
+from specgen.decoding.parallel_costs import ParallelCosts, RunOverlapping
 from specgen.pair.pair import Pair
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # the models are tiny, and the tests run side by side
 def passes_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEARL's passes overlap, however long they take here."""
     monkeypatch.setattr(ParallelCosts, "overlaps", True)
-    monkeypatch.setattr(Overlapping, "add", lambda *_, **__: None)
+    monkeypatch.setattr(RunOverlapping, "add", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

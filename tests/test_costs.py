@@ -31,7 +31,13 @@ from specgen.base.types import (
 )
 from specgen.decoding.costs import CostTable, Curve, RoundCosts, SpeedupModel, eesd_speedup
 from specgen.decoding.parallel import Parallel
-from specgen.decoding.parallel_costs import LONGEST_WINDOW, Overlapping, ParallelCosts, Window
+from specgen.decoding.parallel_costs import (
+    LONGEST_WINDOW,
+    Overlapping,
+    ParallelCosts,
+    RunOverlapping,
+    Window,
+)
 from specgen.decoding.policy_base import LengthPolicy
 from specgen.decoding.run import Clock
 from specgen.engine.model_runner import ModelOutput
@@ -213,19 +219,16 @@ def round_of(
     return Round(0, mode, draft, verdict, {"verify": seconds}, {}, 1, 0)
 
 
-def overlapping_or_not() -> Overlapping:
-    """With drafts of 3, of which 3 of 4 are accepted, turns are expected to take (3 / 2 + 2) / 2.73
-    = 1.28 seconds for each token."""
-    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
-    chooser = Overlapping(costs, longest=40)
-    chooser.add(round_of(1000.0), in_turn=False)  # waits for the prompt
-    return chooser
+# of a target pass: 3 seconds beside the other model, 2 alone
+CONTENTION = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
+NO_CONTENTION = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
 
 
-def add(chooser: Overlapping, *rounds: Round) -> None:
+def add(runs: Overlapping, *rounds: Round, costs: ParallelCosts = CONTENTION) -> None:
     """Adds rounds of the kind that was decided for."""
     for round_ in rounds:
-        chooser.add(round_, in_turn=chooser.length_in_turn is not None)
+        length = runs.length_in_turn(costs, 40) if runs.is_in_turn else None
+        runs.add(round_, costs, length, 40)
 
 
 @pytest.mark.parametrize(
@@ -238,48 +241,58 @@ def add(chooser: Overlapping, *rounds: Round) -> None:
         (5.0, 9.0, [False, False, False, False]),
     ],
 )
-def test_a_run_takes_turns_where_its_own_rounds_are_faster_so(
+def test_runs_take_turns_where_their_rounds_are_faster_so(
     overlapping: float, in_turn: float, taken: list[bool]
 ) -> None:
-    """Each round accepts 3 of 4 tokens, and gives 4. Seconds of a round are scripted."""
-    chooser = overlapping_or_not()
+    """Each round accepts 3 of 4 tokens, and gives 4. Seconds of a round are scripted: 5.7 are
+    predicted with overlapping passes, 5.1 in turn."""
+    runs = Overlapping()
     seen = []
     for _ in taken:
-        seen.append(chooser.length_in_turn is not None)
+        seen.append(runs.is_in_turn)
         for _ in range(16):
-            assert (chooser.length_in_turn is not None) == seen[-1]
-            seconds = overlapping if chooser.length_in_turn is None else in_turn
-            add(chooser, round_of(seconds))
+            assert runs.is_in_turn == seen[-1]
+            add(runs, round_of(in_turn if runs.is_in_turn else overlapping))
     assert seen == taken
+
+
+def test_a_trial_that_wins_is_no_trial_any_more() -> None:
+    """After a disturbed period, and 8 periods in turn, passes overlap for good."""
+    runs = Overlapping()
+    add(runs, *[round_of(100.0)] * 16)
+    for _ in range(8):
+        assert runs.is_in_turn
+        assert not runs.is_trial
+        add(runs, *[round_of(5.0)] * 16)
+    assert runs.is_trial
+    for _ in range(8):
+        assert not runs.is_in_turn
+        add(runs, *[round_of(4.0)] * 16)
+        assert not runs.is_trial or runs.is_in_turn
+    assert runs.is_in_turn, "the next trial comes as soon as the first"
+    assert runs.is_trial
 
 
 def test_a_few_disturbed_rounds_do_not_end_overlapping() -> None:
     """Pre-verifies of 2 seconds and post-verifies of 6 give 1 second for each token. Their mean
     seconds are far above, in rounds that a busy machine disturbs."""
-    chooser = overlapping_or_not()
+    runs = Overlapping()
     for number in range(8):
         disturbance = 100.0 if number < 3 else 0.0
-        add(chooser, round_of(2.0 + disturbance, "pre-verify"), round_of(6.0 + disturbance))
-    assert chooser.length_in_turn is None
-
-    for _ in range(16):
-        add(chooser, round_of(100.0))
-    assert chooser.length_in_turn == 3
-    for _ in range(8 * 16):  # in turn, which is faster than the disturbed period
-        assert chooser.length_in_turn == 3
-        add(chooser, round_of(5.0))
-    for _ in range(32):
-        assert chooser.length_in_turn is None, "the trial shows that overlapping is faster"
-        add(chooser, round_of(4.0))
+        add(runs, round_of(2.0 + disturbance, "pre-verify"), round_of(6.0 + disturbance))
+    assert not runs.is_in_turn
+    add(runs, *[round_of(100.0)] * 16)
+    assert runs.is_in_turn
+    assert runs.length_in_turn(CONTENTION, 40) == 3
 
 
 def test_forced_tokens_say_nothing_of_the_speed_of_overlapping_passes() -> None:
     """3 seconds for the only token that no grammar forces; in turn, a rejected draft takes 2.5."""
-    chooser = overlapping_or_not()
+    runs = Overlapping()
     for _ in range(16):
-        assert chooser.length_in_turn is None
-        add(chooser, round_of(3.0, forced=3))
-    assert chooser.length_in_turn == 1
+        assert not runs.is_in_turn
+        add(runs, round_of(3.0, forced=3))
+    assert runs.is_in_turn
 
 
 def test_turns_within_a_run_leave_its_tokens_as_they_are(
@@ -305,23 +318,18 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     assert not any(in_turn[:18])
     assert all(in_turn[19:34]), "after what was drafted before the first turn"
 
-    overlapping = run.schedule.overlapping
-    assert overlapping is not None
-    length = overlapping.length_in_turn
-    assert length is not None
+    assert run.schedule.overlapping is not None
     later = near.prepare(near.request(PROMPTS[1], "pearl", sampling))
     assert not isinstance(later.schedule, Parallel), "the next run needs no worker"
-    assert later.settings.values["window"] == length
+    assert later.settings.values["window"] == run.schedule.overlapping.length_of_next
     later.clock = ScriptedClock(1000.0)
     plain = near.generate(PROMPTS[1], method="ar", sampling=sampling)
     rounds = list(later.rounds())
     assert [token for round_ in rounds for token in round_.token_ids] == plain.token_ids
     assert {round_.mode for round_ in rounds[1:]} == {"sequential"}
     assert len(rounds) > 18
-    assert overlapping.length_in_turn is None, "turns were slower"
     latest = near.prepare(near.request(PROMPTS[1], "pearl", sampling))
-    assert isinstance(latest.schedule, Parallel)
-    assert latest.schedule.overlapping is overlapping
+    assert isinstance(latest.schedule, Parallel), "turns were slower"
 
     seeded = replace(sampling, temperature=1.0, seed=3)
     run = near.prepare(near.request(PROMPTS[0], "pearl", seeded))
@@ -329,74 +337,99 @@ def test_turns_within_a_run_leave_its_tokens_as_they_are(
     assert run.schedule.overlapping is None, "no text of a seed depends on the clock"
 
 
-def test_rounds_of_other_kinds_do_not_decide() -> None:
-    """Tokens that no draft model has drafted, and what a run does after the decision."""
-    chooser = overlapping_or_not()
-    drafted = round_of(6.0)
-    copied = replace(drafted, mode="sequential", draft=replace(drafted.draft, entropies=[]))
-    for _ in range(16):
-        add(chooser, copied)
-        chooser.add(drafted, in_turn=True)
-    assert chooser.length_in_turn is None
-    add(chooser, *[drafted] * 16)
-    assert chooser.length_in_turn == 3
-    for _ in range(16):
-        chooser.add(drafted, in_turn=False)
-    in_turn = replace(drafted, mode="sequential")
-    add(chooser, *[in_turn] * 15)
-    assert chooser.length_in_turn == 3
-    add(chooser, replace(in_turn, seconds={"verify": 100.0}))
-    assert chooser.length_in_turn == 3, "one disturbed round of 16"
-
-
 def test_a_text_whose_tokens_are_rejected_does_not_decide() -> None:
     """After a disturbed period, all rounds take twice as long as their passes predict for what they
     accept: first 3 of 4 tokens, then none. Overlapping is faster at the rates of both texts."""
-    costs = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
-    chooser = Overlapping(costs, longest=40)
-    add(chooser, *[round_of(1000.0)] * 17)
-    length = chooser.length_in_turn
-    assert length == 3
+    costs = NO_CONTENTION
+    runs = Overlapping()
+    add(runs, *[round_of(1000.0)] * 16, costs=costs)
+    lengths = []
     for accepted, rate in ((3, 0.75), (0, 0.0)):
         for _ in range(4):  # periods
-            assert chooser.length_in_turn is not None
-            length = chooser.length_in_turn
-            seconds = 2 * (accepted + 1) * costs.seconds_in_turn(length, rate)
-            add(chooser, *[replace(round_of(seconds, accepted=accepted), mode="sequential")] * 16)
-    assert length == 2, "fewer tokens are drafted where fewer are accepted"
+            assert runs.is_in_turn
+            lengths.append(runs.length_in_turn(costs, 40))
+            seconds = 2 * (accepted + 1) * costs.seconds_in_turn(lengths[-1], rate)
+            add(runs, *[round_of(seconds, accepted=accepted)] * 16, costs=costs)
+    assert lengths[0] == 3
+    assert lengths[-1] == 2, "fewer tokens are drafted where fewer are accepted"
+    assert runs.length_in_turn(costs, 1) == 1
+    runs.forget_acceptance()
+    assert runs.length_in_turn(costs, 40) == 3
     for _ in range(4):
-        assert chooser.length_in_turn is None
+        assert not runs.is_in_turn
         seconds = 2 * costs.seconds_overlapping(0.0)
-        add(chooser, *[round_of(seconds, accepted=0)] * 16)
+        add(runs, *[round_of(seconds, accepted=0)] * 16, costs=costs)
 
 
-def test_what_was_found_counts_with_new_costs() -> None:
-    """Passes take 10 times as long in a longer context."""
-    chooser = overlapping_or_not()
-    costs = chooser.costs
-    add(chooser, *[round_of(6.0)] * 16)
-    assert chooser.length_in_turn == 3
-    longer = ParallelCosts(5.0, 30.0, 30.0, 30.0, 8, 100, 5.0, 20.0, 20.0)
-    chooser.begin(longer, longest=2)
-    in_turn = round_of(4 * longer.seconds_in_turn(3, 0.75))
-    add(chooser, *[replace(in_turn, mode="sequential")] * 17)
-    assert chooser.length_in_turn == 2
-    assert chooser.costs is longer
-    chooser.begin(costs, longest=40)
-    add(chooser, *[replace(round_of(10.0), mode="sequential")] * 17)
-    assert chooser.length_in_turn is None
+def test_runs_with_other_costs_at_the_same_time_are_judged_by_their_own() -> None:
+    """Passes take 10 times as long in a longer context. All rounds take what their passes
+    predict."""
+    costs = {1: NO_CONTENTION, 10: ParallelCosts(5.0, 30.0, 30.0, 30.0, 8, 99, 5.0, 30.0, 30.0)}
+    runs = Overlapping()
+    for _ in range(64):
+        for factor, own in costs.items():
+            assert not runs.is_in_turn
+            add(runs, round_of(4 * factor * NO_CONTENTION.seconds_overlapping(0.75)), costs=own)
 
 
-def test_short_runs_decide_together() -> None:
-    """Their first rounds wait for the prompt, and do not count."""
-    chooser = Overlapping(overlapping_or_not().costs, longest=40)
+def test_a_run_in_turn_keeps_its_length_and_is_judged_by_it() -> None:
+    runs = Overlapping()
+    add(runs, *[round_of(100.0)] * 16)
+    run = RunOverlapping(runs, CONTENTION, longest=40)
+    assert run.length_in_turn == 3
+    hard = round_of(CONTENTION.seconds_in_turn(3, 0.0), accepted=0)
+    for _ in range(1 + 7 * 16):
+        assert runs.is_in_turn
+        run.add(hard, in_turn=True)
+    assert run.length_of_next == 3
+    assert runs.length_in_turn(CONTENTION, 40) == 1, "a later run's"
+    assert runs._in_turn_over_predicted == pytest.approx(1.0)
+
+
+def test_rounds_without_a_token_of_the_draft_model_do_not_decide() -> None:
+    """Nor does the first one with such a token, which waits for the prompt, in each run."""
+    runs = Overlapping()
+    drafted = round_of(6.0)
+    draft = drafted.draft
+    others = [
+        replace(drafted, draft=Draft()),
+        replace(drafted, draft=replace(draft, entropies=[])),
+        replace(drafted, draft=replace(draft, forced=frozenset(range(4)))),
+    ]
     for _ in range(2):
-        chooser.begin(chooser.costs, longest=40)
-        add(chooser, round_of(1000.0))
-        for _ in range(8):
-            assert chooser.length_in_turn is None
-            add(chooser, round_of(6.0))
-    assert chooser.length_in_turn == 3
+        run = RunOverlapping(runs, CONTENTION, longest=40)
+        for round_ in [*others * 16, round_of(1000.0), *[drafted] * 8]:
+            assert not runs.is_in_turn
+            run.add(round_, in_turn=False)
+    assert runs.is_in_turn, "short runs decide together"
+    assert run.length_of_next == 3
+
+
+def test_a_run_with_a_worker_takes_turns_and_tries_overlapping_again() -> None:
+    """Its rounds in turn do not say how long turns take in this process."""
+    runs = Overlapping()
+    run = RunOverlapping(runs, CONTENTION, longest=2)
+    rounds = [round_of(6.0)] * 16
+    for round_ in [*rounds, *rounds]:
+        run.add(round_, in_turn=run.length_of_next is not None)
+    assert run.length_of_next == 2, "no draft is longer than the worker has room for"
+    for round_ in rounds * 7:
+        run.add(round_, in_turn=True)
+    assert run.length_of_next == 2
+    for round_ in rounds:
+        run.add(round_, in_turn=True)
+    assert run.length_of_next is None
+    for round_ in rounds:
+        run.add(round_, in_turn=False)
+    assert run.length_of_next == 2
+
+
+def test_a_run_does_not_try_turns_in_the_worker() -> None:
+    runs = Overlapping()
+    run = RunOverlapping(runs, CONTENTION, longest=40)
+    runs.is_in_turn = runs.is_trial = True
+    assert run.length_of_next is None
+    assert RunOverlapping(runs, CONTENTION, longest=40).length_of_next == 2
 
 
 def test_inspect_runs_pearl_beside_sd(near: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from specgen.engine.devices import inference, synchronizer
 
 if TYPE_CHECKING:
     from specgen.base.measuring import PassCheck
-    from specgen.decoding.parallel_costs import Overlapping, ParallelCosts
+    from specgen.decoding.parallel_costs import ParallelCosts, RunOverlapping
     from specgen.decoding.policy_base import LengthPolicy
     from specgen.decoding.run import Run, Schedule
     from specgen.engine.forward_pass import ModelOutput
@@ -83,10 +83,9 @@ class Parallel:
     the draft model waits while they are verified. Both are ablations in the paper's Table 3.
     `costs` are the pass times that the window was computed from, None if the user gave the window;
     `check` compares the run's passes with them, None: nothing is compared. `overlapping` decides
-    whether the models take turns instead, from some round to the end of the run; None: they never
-    do. `joins_forced`: tokens that have to follow are verified with the draft before them, else in
-    rounds of their own. `is_in_turn`: `overlapping` has decided so, and a draft's reason to end
-    says it.
+    before each round whether the models take turns instead, None: they never do. `joins_forced`:
+    tokens that have to follow are verified with the draft before them, else in rounds of their own.
+    `is_in_turn`: `overlapping` has decided so, and a draft's reason to end says it.
     """
 
     drafter: ParallelDrafter
@@ -95,7 +94,7 @@ class Parallel:
     post_verify: bool = True
     costs: ParallelCosts | None = None
     check: PassCheck | None = None
-    overlapping: Overlapping | None = None
+    overlapping: RunOverlapping | None = None
     joins_forced: bool = True
     is_in_turn: bool = False
 
@@ -113,18 +112,18 @@ class Parallel:
                 while run.finish_reason is None:
                     round_, unverified = schedule._step(run, unverified)
                     yield round_
-                    schedule = schedule._after(round_)
+                    schedule = self._after(round_, in_turn=schedule.is_in_turn)
             finally:
                 if self.check is not None:
                     self.check.end()
 
-    def _after(self, round_: Round) -> Parallel:
-        """Returns the schedule of the rounds after this one: with drafts and target passes in turn,
+    def _after(self, round_: Round, *, in_turn: bool) -> Parallel:
+        """Returns the schedule of the round after this one: with drafts and target passes in turn,
         if that is faster."""
         if self.overlapping is None:
             return self
-        self.overlapping.add(round_, in_turn=False)
-        length = self.overlapping.length_in_turn
+        self.overlapping.add(round_, in_turn=in_turn)
+        length = self.overlapping.length_of_next
         if length is None:
             return self
         return replace(
@@ -133,7 +132,6 @@ class Parallel:
             pre_verify=False,
             post_verify=False,
             check=None,
-            overlapping=None,
             is_in_turn=True,
         )
 
@@ -240,7 +238,7 @@ class Parallel:
         return replace(draft, stop_reason=reason)
 
 
-def counted_in_turn(schedule: Schedule, overlapping: Overlapping) -> Schedule:
+def counted_in_turn(schedule: Schedule, overlapping: RunOverlapping) -> Schedule:
     """Returns the schedule of a run of PEARL whose models take turns, with its rounds counted: they
     decide whether passes overlap in later runs."""
 

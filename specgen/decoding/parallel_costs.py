@@ -30,6 +30,7 @@ _PERIOD = 16  # rounds after which a run decides again whether passes overlap
 _PATIENCE = 8  # periods before the slower way is tried again; then twice as many, and so on
 _SLOWER = 1.05  # overlapping passes may take this many times as long for each token as turns
 _PRIOR_TOKENS = 32.0  # as how many judged tokens the assumed acceptance rate counts at first
+_LONGEST_PATIENCE = 64  # periods
 _PERIOD_FADING = 0.8  # a factor on sums over tokens for each period
 _HIGHEST_ACCEPTANCE = 0.99  # assumed where a run has accepted all tokens
 
@@ -183,7 +184,6 @@ class ParallelCosts:
         """The expected time of drafting and verifying in turn over that of PEARL, for the same
         tokens, each accepted with probability `acceptance` (below 1). In turn, drafts have this
         `length`; None: the best one. Passes of one model alone must have been measured.
-
         """
         if length is None:
             length = self.fastest_in_turn(acceptance)
@@ -251,116 +251,195 @@ def acceptance_of(accepted: int, rejected: int) -> float:
 
 
 @dataclass(slots=True)
-class Overlapping:
-    """Decides in runs of PEARL whether the models' passes overlap, by the seconds that their rounds
-    take for each token.
+class Period:
+    """Rounds of one kind, in runs with the same `costs`: with passes in turn and drafts of `length`
+    tokens, or with overlapping passes (None).
 
-    After each `_PERIOD` rounds, their seconds are compared with those that `costs` (with times of
-    passes of one model alone) predict for them and the share of tokens that they accepted: a round
-    also takes time outside of both passes, and passes may take longer than when they were measured.
-    The models then take turns if the predicted seconds of turns, times what was found so for turns
-    (1 before it is known), are fewer than those of overlapping passes. Both are predicted for the
-    acceptance rate of the last periods, as that of one text says little about the next.
-
-    After `_PATIENCE` periods the slower way is tried again, because its last period may have been
-    disturbed. `length_in_turn` is the length of drafts, at most `longest`, while the models take
-    turns; None while passes overlap. A run goes on as the last one ended, also within a period:
-    short runs decide together.
-
-    Rounds in turn count where the draft model runs in this process. In the run that has decided for
-    them it still runs in the worker, and with small models the messages to it take as long as
-    overlapping may lose.
-
-    The seconds of a period are medians, one for pre-verify and one for post-verify, each times its
-    number of rounds, so that a few disturbed rounds do not decide. Tokens that a grammar forces do
-    not count: they are accepted in both ways.
+    The seconds are medians, one for pre-verify and one for post-verify, each times its number of
+    rounds, so that a few disturbed rounds do not decide. Tokens that a grammar forces do not count:
+    they are accepted in both ways.
     """
 
     costs: ParallelCosts
-    longest: int
-    length_in_turn: int | None = None
-    _has_begun: bool = field(default=False, init=False)
-    _seconds: dict[Mode, list[float]] = field(default_factory=dict, init=False)
-    _rounds: int = field(default=0, init=False)
-    _tokens: int = field(default=0, init=False)
-    _accepted: int = field(default=0, init=False)
-    _rejected: int = field(default=0, init=False)
-    # seconds for each token in the last period of the kind over the predicted ones
-    _overlapping: float = field(default=1.0, init=False)
-    _in_turn: float | None = field(default=None, init=False)
-    # of all periods, of which older ones count less
-    _all_accepted: float = field(default=_ACCEPTANCE * _PRIOR_TOKENS, init=False)
-    _all_judged: float = field(default=_PRIOR_TOKENS, init=False)
-    _patience: int = field(default=_PATIENCE, init=False)
-    _left: int = field(default=0, init=False)  # periods before the other way is tried again
+    length: int | None
+    rounds: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    _tokens: int = 0
+    _seconds: dict[Mode, list[float]] = field(default_factory=dict)
 
-    def begin(self, costs: ParallelCosts, longest: int) -> None:
-        """Begins a run with these costs, and drafts of at most `longest` tokens."""
+    def add(self, round_: Round) -> None:
+        accepted = sum(node not in round_.draft.forced for node in round_.verdict.path)
+        self.rounds += 1
+        self.accepted += accepted
+        self.rejected += round_.verdict.source == "correction"
+        self._tokens += accepted + (round_.verdict.token is not None)
+        self._seconds.setdefault(round_.mode, []).append(sum(round_.seconds.values()))
+
+    def over_predicted(self) -> float:
+        """Returns how many times as long the rounds took as `costs` predict for the share of tokens
+        that they accepted."""
+        seconds = sum(len(taken) * median(taken) for taken in self._seconds.values())
+        acceptance = acceptance_of(self.accepted, self.rejected)
+        if self.length is None:
+            predicted = self.costs.seconds_overlapping(acceptance)
+        else:
+            predicted = self.costs.seconds_in_turn(self.length, acceptance)
+        return seconds / max(self._tokens, 1) / predicted
+
+
+@dataclass(slots=True)
+class Overlapping:
+    """Decides whether the models' passes overlap in runs of PEARL, by the seconds that rounds took.
+
+    A round also takes time outside of both passes, and passes may take longer than when they were
+    measured. So after each `Period` of `_PERIOD` rounds it is known how many times as long as
+    predicted rounds of its kind take (1 before there was one). The models take turns, `is_in_turn`,
+    where the predicted seconds for each token, times this, are fewer than those of overlapping
+    passes. Both are predicted for the acceptance rate of the last periods, as that of one text says
+    little about the next. After `_PATIENCE` periods the slower way is tried again, because its last
+    period may have been disturbed.
+
+    Runs that are made in turn or at the same time decide together: see `RunOverlapping`.
+    """
+
+    is_in_turn: bool = field(default=False, init=False)
+    # the last decision was to try the slower way
+    is_trial: bool = field(default=False, init=False)
+    _overlapping_over_predicted: float = field(default=1.0, init=False)
+    _in_turn_over_predicted: float | None = field(default=None, init=False)
+    # sums over the judged tokens of all periods, of which older ones count less
+    _accepted: float = field(default=_ACCEPTANCE * _PRIOR_TOKENS, init=False)
+    _judged: float = field(default=_PRIOR_TOKENS, init=False)
+    _patience: int = field(default=_PATIENCE, init=False)
+    _left: int = field(default=0, init=False)  # periods before the slower way is tried again
+    _periods: dict[tuple[ParallelCosts, int | None], Period] = field(
+        default_factory=dict, init=False
+    )
+
+    def forget_acceptance(self) -> None:
+        """Goes back to the acceptance rate that is assumed at first."""
+        self._accepted = _ACCEPTANCE * _PRIOR_TOKENS
+        self._judged = _PRIOR_TOKENS
+
+    def length_in_turn(self, costs: ParallelCosts, longest: int) -> int:
+        """Returns the fastest length, at most `longest`, of drafts in turn."""
+        return min(costs.fastest_in_turn(self._acceptance), longest)
+
+    def add(self, round_: Round, costs: ParallelCosts, length: int | None, longest: int) -> None:
+        """Counts a round of a run with these `costs`, in turn after a draft of at most `length`
+        tokens, or with overlapping passes (None). At the end of a period, decides how the next one
+        drafts, with drafts in turn of at most `longest` tokens. A round of the kind that was
+        decided against does not count."""
+        if (length is not None) != self.is_in_turn:
+            return
+        period = self._periods.setdefault((costs, length), Period(costs, length))
+        period.add(round_)
+        if period.rounds == _PERIOD:
+            del self._periods[costs, length]
+            self._learn(period)
+            self._decide(costs, longest)
+
+    def skip_period(self) -> None:
+        """Counts a period in turn whose seconds say nothing."""
+        if not self.is_in_turn:
+            return
+        self._left -= 1
+        if self._left <= 0:
+            self._switch(is_trial=True)
+
+    def _learn(self, period: Period) -> None:
+        if period.length is None:
+            self._overlapping_over_predicted = period.over_predicted()
+        else:
+            self._in_turn_over_predicted = period.over_predicted()
+        self._accepted = _PERIOD_FADING * self._accepted + period.accepted
+        self._judged = _PERIOD_FADING * self._judged + period.accepted + period.rejected
+
+    def _decide(self, costs: ParallelCosts, longest: int) -> None:
+        times = self._times_as_long(costs, longest)
+        is_slower = times < 1 if self.is_in_turn else times > _SLOWER
+        if is_slower:
+            self._switch(is_trial=False)
+            return
+        if self.is_trial:  # what was tried is faster
+            self._left = self._patience = _PATIENCE
+            self.is_trial = False
+        self._left -= 1
+        if self._left <= 0 and self._in_turn_over_predicted is not None:
+            self._switch(is_trial=True)
+
+    def _switch(self, *, is_trial: bool) -> None:
+        """Changes between turns and overlapping passes. Each further trial comes later."""
+        if is_trial:
+            self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+        self._left = self._patience
+        self.is_in_turn = not self.is_in_turn
+        self.is_trial = is_trial
+        self._periods.clear()
+
+    def _times_as_long(self, costs: ParallelCosts, longest: int) -> float:
+        """Returns the expected seconds with overlapping passes over those with turns."""
+        acceptance = self._acceptance
+        length = self.length_in_turn(costs, longest)
+        in_turn = costs.seconds_in_turn(length, acceptance) * (self._in_turn_over_predicted or 1.0)
+        overlapping = costs.seconds_overlapping(acceptance) * self._overlapping_over_predicted
+        return overlapping / in_turn
+
+    @property
+    def _acceptance(self) -> float:
+        return min(self._accepted / self._judged, _HIGHEST_ACCEPTANCE)
+
+
+class RunOverlapping:
+    """Whether passes overlap in one run of PEARL: the run follows what `runs` decides, and counts
+    its rounds there.
+
+    `costs` are those of the run, `longest` is the greatest length of its drafts in turn.
+    `length_in_turn` is the length of drafts where the run begins with turns, which it keeps to its
+    end; None where it begins with overlapping passes.
+
+    Such a run has the draft model in a worker, in turn too, and with small models the messages to
+    it take as long as overlapping may lose. So it takes turns only if overlapping is slower, not to
+    try them, and its rounds in turn say nothing of the seconds in turn.
+    """
+
+    def __init__(self, runs: Overlapping, costs: ParallelCosts, longest: int) -> None:
         self.costs = costs
-        self.longest = longest
-        self._has_begun = False
+        self.length_in_turn: int | None = None
+        if runs.is_in_turn:
+            self.length_in_turn = runs.length_in_turn(costs, longest)
+        self._runs = runs
+        self._longest = longest
+        self._has_drafted = False
+        self._rounds_in_turn = 0  # of a run that began with overlapping passes
+
+    @property
+    def length_of_next(self) -> int | None:
+        """The length of the next draft in turn; None: its passes overlap."""
+        if self.length_in_turn is not None:
+            return self.length_in_turn
+        if not self._runs.is_in_turn or self._runs.is_trial:
+            return None
+        return self._runs.length_in_turn(self.costs, self._longest)
 
     def add(self, round_: Round, *, in_turn: bool) -> None:
-        """Counts a round of overlapping passes or of passes in turn, and at the end of a period
-        decides how the next one drafts.
+        """Counts a round with passes in turn or with overlapping ones.
 
-        Rounds whose tokens the draft model has not drafted do not count, nor does the first one of
-        a run with it, which also waits for its pass over the prompt, nor what a run does after the
-        other way was decided for.
+        A round without a token of the draft model does not count, nor does the first one with such
+        a token, which also waits for the draft model's pass over the prompt.
         """
         draft = round_.draft
-        has_other_tokens = round_.mode == "sequential" and draft.tokens and not draft.entropies
-        if has_other_tokens or in_turn != (self.length_in_turn is not None):
+        if not draft.entropies or len(draft.forced) == len(draft.tokens):
             return
-        if not self._has_begun:
-            self._has_begun = True
-            return
-        self._count(round_)
-        if self._rounds == _PERIOD:
-            self._decide()
-            self._rounds = self._tokens = self._accepted = self._rejected = 0
-            self._seconds.clear()
-
-    def _count(self, round_: Round) -> None:
-        accepted = sum(node not in round_.draft.forced for node in round_.verdict.path)
-        self._rounds += 1
-        self._seconds.setdefault(round_.mode, []).append(sum(round_.seconds.values()))
-        self._tokens += accepted + (round_.verdict.token is not None)
-        self._accepted += accepted
-        self._rejected += round_.verdict.source == "correction"
-
-    def _decide(self) -> None:
-        """Decides how the next period drafts, by the one that has ended."""
-        seconds = sum(len(taken) * median(taken) for taken in self._seconds.values())
-        seconds /= max(self._tokens, 1)
-        acceptance = acceptance_of(self._accepted, self._rejected)
-        if self.length_in_turn is None:
-            self._overlapping = seconds / self.costs.seconds_overlapping(acceptance)
+        if not self._has_drafted:
+            self._has_drafted = True
+        elif self.length_in_turn is not None or not in_turn:
+            self._runs.add(round_, self.costs, self.length_in_turn, self._longest)
         else:
-            self._in_turn = seconds / self.costs.seconds_in_turn(self.length_in_turn, acceptance)
-
-        self._all_accepted = _PERIOD_FADING * self._all_accepted + self._accepted
-        self._all_judged = _PERIOD_FADING * self._all_judged + self._accepted + self._rejected
-        length, gain = self._length_and_gain()
-        is_slower = gain > _SLOWER if self.length_in_turn is None else gain < 1
-        self._left -= 1
-        is_trial = self._in_turn is not None and self._left <= 0 and not is_slower
-        if is_trial:
-            self._patience *= 2
-        if is_slower or is_trial:
-            self._left = self._patience
-            self.length_in_turn = length if self.length_in_turn is None else None
-        elif self.length_in_turn is not None:
-            self.length_in_turn = length
-
-    def _length_and_gain(self) -> tuple[int, float]:
-        """Returns the fastest length of drafts in turn, and the expected time with overlapping
-        passes over that with turns."""
-        acceptance = min(self._all_accepted / self._all_judged, _HIGHEST_ACCEPTANCE)
-        length = min(self.costs.fastest_in_turn(acceptance), self.longest)
-        in_turn = self.costs.seconds_in_turn(length, acceptance) * (self._in_turn or 1.0)
-        overlapping = self.costs.seconds_overlapping(acceptance) * self._overlapping
-        return length, overlapping / in_turn
+            self._rounds_in_turn += 1
+            if self._rounds_in_turn % _PERIOD == 0:
+                self._runs.skip_period()
 
 
 def usual_window(draft_cost: float) -> int:

@@ -351,7 +351,7 @@ class Adaptive(LengthPolicy):
             self.learned = learned.setdefault(self._key, self.learned)
 
     def state(self) -> Mapping[str, float]:
-        return {"worth": self.learned.worth, "gain": self.learned.mean_gain}
+        return {"worth": self.learned.worth, "gain": self.learned.highest_gain}
 
 
 class AdaptiveMethod(DraftModelMethod):

@@ -582,7 +582,7 @@ class Learned:
         if not self.drafts:
             return self.mean_gain
         variance = self.squares / self.drafts - (self.gain / self.drafts) ** 2
-        return self.mean_gain + math.sqrt(max(0.0, variance) / self.drafts)
+        return self.mean_gain + math.sqrt(max(0.0, variance) / max(self.drafts, 1.0))
 
     def add_round(self, cost: float, tokens: int) -> None:
         """Adds a round, with or without a draft: its cost, and the number of output tokens that it

@@ -25,6 +25,7 @@ from specgen.decoding.parallel_costs import (
     LONGEST_WINDOW,
     Overlapping,
     ParallelCosts,
+    RunOverlapping,
     Window,
     usual_window,
 )
@@ -63,9 +64,9 @@ class RunTimes:
     window, and `settings` are the request's with the window's size. `check` compares the run's
     passes with `costs`; None where the window does not follow from them. If the models should take
     turns, `length_in_turn` is the length of drafts then, and `settings` have it as the window; None
-    if their passes should overlap. `overlapping` decides whether they go on doing so, in this run
-    and in later ones; None where the user has named what overlaps, and where the run must not
-    depend on times.
+    if their passes should overlap. `overlapping` has decided so, and decides again by the run's
+    rounds; None where the user has named what overlaps, where the measured passes already say that
+    turns are faster, and where the run must not depend on times.
     """
 
     costs: ParallelCosts | None
@@ -73,7 +74,7 @@ class RunTimes:
     settings: Settings
     check: PassCheck | None
     length_in_turn: int | None = None
-    overlapping: Overlapping | None = None
+    overlapping: RunOverlapping | None = None
 
     @classmethod
     def of(cls, models: Models, request: Request, worker: Worker) -> RunTimes:
@@ -172,17 +173,11 @@ class PassTimes:
 
     def overlapping(
         self, costs: ParallelCosts, longest: int, sampling: SamplingParams, *, record: bool
-    ) -> Overlapping:
+    ) -> RunOverlapping:
         """Returns what decides in a run with these costs, with drafts in turn of at most `longest`
-        tokens, whether passes overlap: as the last run of the kind has left it.
-
-        Runs of a kind have the arguments of `costs` in common, but for the context's length: what
-        was found is relative to the costs.
-        """
-        _, *kind = self._key(0, sampling, record=record)
-        known = self._overlapping.setdefault(tuple(kind), Overlapping(costs, longest))
-        known.begin(costs, longest)
-        return known
+        tokens, whether passes overlap. Runs of a kind (see `_kind`) decide together."""
+        runs = self._overlapping.setdefault(self._kind(sampling, record=record), Overlapping())
+        return RunOverlapping(runs, costs, longest)
 
     def costs(
         self, context_length: int, sampling: SamplingParams, *, record: bool = False
@@ -213,7 +208,10 @@ class PassTimes:
         return PassCheck(lambda: self._models.measurements.doubt(PASSES, key))
 
     def forget(self) -> None:
-        """Keeps everything: times do not depend on earlier outputs."""
+        """Forgets which share of tokens was accepted. Times, and by how much rounds take longer, do
+        not depend on earlier outputs."""
+        for runs in self._overlapping.values():
+            runs.forget_acceptance()
 
     def save(self) -> None:
         """Stores nothing: times are stored when they are measured."""
@@ -253,18 +251,19 @@ class PassTimes:
         self, context_length: int, sampling: SamplingParams, *, record: bool
     ) -> tuple[Any, ...]:
         """Returns what distinguishes measurements."""
+        length = 1 << (context_length - 1).bit_length()
+        return length, *self._kind(sampling, record=record)
+
+    def _kind(self, sampling: SamplingParams, *, record: bool) -> tuple[Any, ...]:
+        """Returns what distinguishes measurements with a context of the same length."""
         worker = self._models.worker()
         assert worker is not None
         filters = sampling.active_filters.keys()
-        logits = (
+        return (
             not sampling.greedy,
             "top_k" in filters,
             bool(filters - {"top_k"}),
             self._models.target.has_penalties or sampling.penalties is not None,
-        )
-        return (
-            1 << max(context_length - 1, 0).bit_length(),
-            *logits,
             worker.is_process,
             worker.threads,
             record,

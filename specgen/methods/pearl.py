@@ -13,10 +13,10 @@ Beyond the paper:
   (`Window.beside`).
 - Any length policy may end a draft within the window.
 - Where both models slow each other down by more than the overlap hides, as on few cores, they take
-  turns, with `window=auto`: in whole runs, with the draft model in this process, if measured passes
-  say so (`ParallelCosts.overlaps`) or the rounds of earlier runs do (`Overlapping`); and within a
-  run from some round on, if its own rounds do. In runs that a seed repeats, whose text must not
-  depend on the clock, the times in the profile decide before the run.
+  turns, with `window=auto`: in whole runs if measured passes say so (`ParallelCosts.overlaps`) or
+  the rounds of earlier runs do (`Overlapping`), and within a run from some round on. In whole runs
+  the draft model is in this process, which then loads it beside the worker's. In runs that a seed
+  repeats, whose text must not depend on the clock, the times in the profile decide before the run.
 
 A PARD model drafts token by token here, as a plain model does. Its rows would follow masks in place
 of the tokens that are being verified: measured with one that was trained for the bundled target,
@@ -55,8 +55,8 @@ class Pearl(DraftModelMethod):
     After an accepted draft, the worker drafts on while the target verifies it (`post_verify`).
     After a rejected one, the target verifies the first token of the new draft while the worker
     drafts the rest (`pre_verify`). A draft has as many tokens as draft passes fit into a target
-    pass: the `window`, which follows from the passes' measured times. If these say that turns are
-    faster, the models take turns.
+    pass: the `window`, which follows from the passes' measured times. Where these, or the times of
+    rounds, say that turns are faster, the models take turns.
     """
 
     name = "pearl"
