@@ -219,7 +219,7 @@ def round_of(
     return Round(0, mode, draft, verdict, {"verify": seconds}, {}, 1, 0)
 
 
-# of a target pass: 3 seconds beside the other model, 2 alone
+# a target pass takes 3 seconds beside the other model; alone 2, and 3
 CONTENTION = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 2.0, 2.0)
 NO_CONTENTION = ParallelCosts(0.5, 3.0, 3.0, 3.0, 8, 10, 0.5, 3.0, 3.0)
 
@@ -293,6 +293,7 @@ def test_forced_tokens_say_nothing_of_the_speed_of_overlapping_passes() -> None:
         assert not runs.is_in_turn
         add(runs, round_of(3.0, forced=3))
     assert runs.is_in_turn
+    assert runs.length_in_turn(CONTENTION, 40) == 1
 
 
 def test_turns_within_a_run_leave_its_tokens_as_they_are(

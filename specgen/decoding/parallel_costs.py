@@ -244,7 +244,7 @@ class ParallelCosts:
         }
 
 
-def acceptance_of(accepted: int, rejected: int) -> float:
+def acceptance_of(accepted: float, rejected: float) -> float:
     """Returns the share of judged tokens that were accepted, below 1 as `ParallelCosts` needs
     it."""
     return min(accepted / max(accepted + rejected, 1), _HIGHEST_ACCEPTANCE)
@@ -308,19 +308,22 @@ class Overlapping:
     is_trial: bool = field(default=False, init=False)
     _overlapping_over_predicted: float = field(default=1.0, init=False)
     _in_turn_over_predicted: float | None = field(default=None, init=False)
-    # sums over the judged tokens of all periods, of which older ones count less
-    _accepted: float = field(default=_ACCEPTANCE * _PRIOR_TOKENS, init=False)
-    _judged: float = field(default=_PRIOR_TOKENS, init=False)
+    # numbers of tokens in all periods, of which older ones count less
+    _accepted: float = field(init=False)
+    _rejected: float = field(init=False)
     _patience: int = field(default=_PATIENCE, init=False)
     _left: int = field(default=0, init=False)  # periods before the slower way is tried again
     _periods: dict[tuple[ParallelCosts, int | None], Period] = field(
         default_factory=dict, init=False
     )
 
+    def __post_init__(self) -> None:
+        self.forget_acceptance()
+
     def forget_acceptance(self) -> None:
         """Goes back to the acceptance rate that is assumed at first."""
         self._accepted = _ACCEPTANCE * _PRIOR_TOKENS
-        self._judged = _PRIOR_TOKENS
+        self._rejected = (1 - _ACCEPTANCE) * _PRIOR_TOKENS
 
     def length_in_turn(self, costs: ParallelCosts, longest: int) -> int:
         """Returns the fastest length, at most `longest`, of drafts in turn."""
@@ -354,7 +357,7 @@ class Overlapping:
         else:
             self._in_turn_over_predicted = period.over_predicted()
         self._accepted = _PERIOD_FADING * self._accepted + period.accepted
-        self._judged = _PERIOD_FADING * self._judged + period.accepted + period.rejected
+        self._rejected = _PERIOD_FADING * self._rejected + period.rejected
 
     def _decide(self, costs: ParallelCosts, longest: int) -> None:
         times = self._times_as_long(costs, longest)
@@ -388,7 +391,7 @@ class Overlapping:
 
     @property
     def _acceptance(self) -> float:
-        return min(self._accepted / self._judged, _HIGHEST_ACCEPTANCE)
+        return acceptance_of(self._accepted, self._rejected)
 
 
 class RunOverlapping:
@@ -405,7 +408,7 @@ class RunOverlapping:
     """
 
     def __init__(self, runs: Overlapping, costs: ParallelCosts, longest: int) -> None:
-        self.costs = costs
+        self._costs = costs
         self.length_in_turn: int | None = None
         if runs.is_in_turn:
             self.length_in_turn = runs.length_in_turn(costs, longest)
@@ -421,7 +424,7 @@ class RunOverlapping:
             return self.length_in_turn
         if not self._runs.is_in_turn or self._runs.is_trial:
             return None
-        return self._runs.length_in_turn(self.costs, self._longest)
+        return self._runs.length_in_turn(self._costs, self._longest)
 
     def add(self, round_: Round, *, in_turn: bool) -> None:
         """Counts a round with passes in turn or with overlapping ones.
@@ -435,7 +438,7 @@ class RunOverlapping:
         if not self._has_drafted:
             self._has_drafted = True
         elif self.length_in_turn is not None or not in_turn:
-            self._runs.add(round_, self.costs, self.length_in_turn, self._longest)
+            self._runs.add(round_, self._costs, self.length_in_turn, self._longest)
         else:
             self._rounds_in_turn += 1
             if self._rounds_in_turn % _PERIOD == 0:
